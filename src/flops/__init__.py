@@ -1,0 +1,41 @@
+"""FLOPS: train neural networks with forward passes only.
+
+fg = ForwardGradient(model, loss_fn)
+report = fg.estimate(x, y)      # in place of loss.backward()
+optimizer.step()
+"""
+
+from flops.batch import Shared
+from flops.engine import ForwardGradient, StepReport
+from flops.errors import (
+    BatchError,
+    CoverageError,
+    FlopsError,
+    NonFiniteLossError,
+    PrecisionWarning,
+    QueryError,
+    RandomnessError,
+)
+from flops.estimators import ES, SPSA, Exact, LikelihoodRatio, mezo
+from flops.groups import Group
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ES",
+    "SPSA",
+    "BatchError",
+    "CoverageError",
+    "Exact",
+    "FlopsError",
+    "ForwardGradient",
+    "Group",
+    "LikelihoodRatio",
+    "NonFiniteLossError",
+    "PrecisionWarning",
+    "QueryError",
+    "RandomnessError",
+    "Shared",
+    "StepReport",
+    "mezo",
+]

@@ -1,0 +1,47 @@
+"""Counts given by hand, for studies and for somebody who knows better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flops.allocators.base import Signal
+from flops.errors import QueryError
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same counts in every step; they, not `queries`, set the budget.
+
+    Args:
+        counts: Queries of each point of the batch.
+    """
+
+    counts: Sequence[int]
+
+    def allocate(self, signal: Signal) -> Tensor:
+        """The given counts.
+
+        Raises:
+            QueryError: If they do not fit the batch or the estimator's unit.
+        """
+        counts = torch.as_tensor(self.counts, dtype=torch.long)
+        if len(counts) != len(signal.losses):
+            raise QueryError(f"{len(counts)} counts were given for {len(signal.losses)} points")
+        if bool((counts < signal.minimum).any()) or bool((counts % signal.unit).any()):
+            raise QueryError(
+                f"group '{signal.group}': counts must be multiples of {signal.unit}, at least "
+                f"{signal.minimum}"
+            )
+        return counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is learned."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""

@@ -1,0 +1,59 @@
+"""The extension point for gradient estimators: one file, one class that has these members."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from flops.groups import ResolvedGroup
+from flops.queries import Estimate, Queries
+from flops.replay import Passes
+from flops.structure import Use
+
+
+class Binding(Protocol):
+    """What an estimator worked out for one group and one structure of the forward pass."""
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """Calls whose clean outputs must be recorded."""
+        ...
+
+    def covers(self, use: Use) -> bool:
+        """Whether the estimate contains the effect of this use of a parameter."""
+        ...
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """Estimates the gradient of the mean loss with respect to a group's parameters.
+
+    Attributes:
+        unit: Queries per draw: 1, or 2 for antithetic pairs.
+        minimum_queries: Fewest queries per point.
+        shared: Whether all points of the batch see the same draw; counts must then be equal.
+        whole_model: Whether the estimate contains all uses of a parameter wherever they are.
+    """
+
+    @property
+    def unit(self) -> int: ...  # noqa: D102
+
+    @property
+    def minimum_queries(self) -> int: ...  # noqa: D102
+
+    @property
+    def shared(self) -> bool: ...  # noqa: D102
+
+    @property
+    def whole_model(self) -> bool: ...  # noqa: D102
+
+    def check(self, group: ResolvedGroup) -> None:
+        """Refuse a group that this estimator cannot serve, before any pass."""
+        ...
+
+    def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Any:
+        """Find targets and prefixes in the structure of the forward pass; returns a Binding."""
+        ...
+
+    def estimate(self, binding: Any, queries: Queries) -> Estimate:
+        """Run the queries and return the gradients; nothing in the model may change."""
+        ...

@@ -1,0 +1,178 @@
+"""Likelihood ratio (LR): noise on a target's output, watched at the loss.
+
+The paper's equation 1 for z ~ N(0, sigma^2 I) added to the output of phi:
+
+    delta_j = (1/A_j) sum_i (l_ij - b_j) z_ij / sigma^2     (estimates dl_j / d phi's output)
+    gradient = (1/B) sum_j D_theta phi(x_j)^T delta_j
+
+delta is accumulated over the queries, so memory does not grow with their number; then one local
+vector-Jacobian product of phi alone is taken at its clean input. What lies before and after phi
+may be anything. With several targets in a group the later inputs are noisy; the clean ones used
+here cost a bias of the order sigma^2, that of the smoothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from flops.errors import CoverageError
+from flops.groups import ResolvedGroup, leaves
+from flops.local import LocalTarget
+from flops.noise import KINDS, Kind, NoiseStream
+from flops.queries import Estimate, Queries
+from flops.replay import Passes
+from flops.sites import Sites
+from flops.structure import Call
+from flops.trace import jacobian_energy
+
+Targets = Literal["leaf", "block", "stage"]
+Baseline = Literal["clean", "antithetic", "none"]
+
+
+@dataclass(frozen=True)
+class LikelihoodRatio:
+    """Likelihood-ratio estimator on module outputs.
+
+    Args:
+        sigma: Noise scale.
+        targets: "block" takes each given module whole, "leaf" splits it into its leaves, "stage"
+            takes the group's modules as one target with one noise site at its end.
+        baseline: "clean" subtracts the noise-free loss (one query per draw), "antithetic" takes
+            pairs +z, -z on the same point (two queries per draw, for large sigma), "none" is the
+            equation to the letter; its variance is useless at small sigma.
+        noise: "gaussian", "rademacher" or "orthogonal".
+
+    The mean is the gradient of the loss smoothed by the noise; a query costs the part of a
+    forward pass behind the first noise site.
+    """
+
+    sigma: float = 1e-3
+    targets: Targets = "block"
+    baseline: Baseline = "clean"
+    noise: Kind = "gaussian"
+
+    shared = False
+    whole_model = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if not self.sigma > 0:
+            raise ValueError(f"sigma must be positive, not {self.sigma}")
+        for value, allowed in (
+            (self.targets, get_args(Targets)),
+            (self.baseline, get_args(Baseline)),
+            (self.noise, KINDS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"'{value}' is not one of {list(allowed)}")
+
+    @property
+    def unit(self) -> int:
+        """Queries per draw."""
+        return 2 if self.baseline == "antithetic" else 1
+
+    @property
+    def minimum_queries(self) -> int:
+        """One draw per point."""
+        return self.unit
+
+    def check(self, group: ResolvedGroup) -> None:
+        """LR perturbs outputs, so the group must name modules."""
+        if not group.modules:
+            raise CoverageError(
+                f"group '{group.name}': LikelihoodRatio perturbs the outputs of modules; give "
+                "modules as targets, or use SPSA or ES for bare parameters"
+            )
+
+    def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Sites:
+        """Find the noise sites and the local products of the group."""
+        canonical = {id(module): name for name, module in passes.modules.items()}
+        modules = dict(group.modules)
+        if self.targets == "leaf":
+            split = [leaves(name, module) for name, module in modules.items()]
+            modules = {canonical[id(m)]: m for part in split for m in part.values()}
+        calls = {name: passes.structure.of(name) for name in modules}
+        for name, found in calls.items():
+            if not found:
+                raise CoverageError(
+                    f"target '{name}' of group '{group.name}' never runs in the forward pass (or "
+                    "only for some data); give the module around it"
+                )
+        if self.targets == "stage":
+            local = [_stage(group, modules, calls)]
+        else:
+            local = [
+                LocalTarget(name, call.number, call.number, _trainable(modules[name]))
+                for name, found in calls.items()
+                for call in found
+            ]
+        local.sort(key=lambda t: passes.structure.calls[t.last].end)
+        return Sites(group.name, modules, tuple(local), passes, reuse)
+
+    def estimate(self, binding: Sites, queries: Queries) -> Estimate:
+        """Accumulate delta over the queries, then take the local products."""
+        dtype = torch.promote_types(torch.float32, binding.dtype)
+        device = binding.sites[0].leaf.device
+        delta = torch.zeros(queries.size, binding.size, dtype=dtype, device=device)
+        draws = (queries.counts // self.unit).tolist()
+        stream = NoiseStream(self.noise, queries.key, queries.ids, draws, binding.size)
+        slopes, points = [], []
+        for rows in queries.chunks(self.unit):
+            once = slice(None, None, self.unit)  # a pair shares its draw
+            at = rows.points[once]
+            z = stream.rows(at, rows.draws[once]).to(device, dtype)  # (draws, size)
+            signed = z if self.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
+            with torch.inference_mode():
+                edits = binding.edits(signed, self.sigma)
+                losses = queries.run(binding.query_prefix, rows.points, edits=edits).cpu()
+                difference = self._difference(losses, queries.losses[rows.points].cpu())
+            w = difference.clone().to(dtype) / self.sigma
+            accumulate(delta, at, rows.weights[once].to(dtype) * w, z)
+            slopes.append(w)
+            points.append(at)
+        w, at = torch.cat(slopes), torch.cat(points)
+        if self.baseline != "none":
+            queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
+        deltas = binding.split(delta / queries.size)
+        gradients = queries.local(binding.local_prefix, binding.local, deltas)
+        return Estimate(gradients, w, at, jacobian_energy(binding, queries))
+
+    def _difference(self, losses: Tensor, clean: Tensor) -> Tensor:
+        if self.baseline == "antithetic":
+            return (losses[0::2] - losses[1::2]) / 2
+        return losses - clean if self.baseline == "clean" else losses
+
+
+def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> None:
+    """Add sum_i weight_i w_i z_i to the rows of delta; points ascend, so one product does it."""
+    first, last = int(points[0]), int(points[-1])
+    matrix = torch.zeros(last - first + 1, len(points), dtype=delta.dtype)
+    matrix[points - first, torch.arange(len(points))] = weighted
+    delta[first : last + 1].addmm_(matrix.to(z.device), z)
+
+
+def _stage(
+    group: ResolvedGroup, modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]
+) -> LocalTarget:
+    several = [name for name, found in calls.items() if len(found) > 1]
+    if several:
+        raise CoverageError(
+            f"group '{group.name}': {several} run more than once in a forward pass, so they have "
+            'no single place in a stage; use targets="block"'
+        )
+    order = sorted((found[0] for found in calls.values()), key=lambda call: call.start)
+    for before, after in pairwise(order):
+        if after.start < before.end:
+            raise CoverageError(f"stage '{group.name}': '{after.name}' runs inside '{before.name}'")
+    parameters = dict.fromkeys(p for m in modules.values() for p in _trainable(m))
+    return LocalTarget(group.name, order[0].number, order[-1].number, tuple(parameters))
+
+
+def _trainable(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    return tuple(p for p in module.parameters() if p.requires_grad)

@@ -1,0 +1,269 @@
+"""Noise on the parameters: what ES, SPSA, MeZO and n-SPSA have in common.
+
+The paper's equation 2 for z ~ N(0, sigma^2 I) added to the parameters:
+
+    g = (1/B) sum_j (1/A_j) sum_i (l_ij - b_j) z_ij / sigma^2
+
+Draws are independent per point, or shared by the batch. Shared draws need no more than one
+module's noise at a time: it is made anew from its key whenever it is wanted (the seed trick), and
+a module's parameters point to their perturbed copy only while it runs. The parameters themselves
+are never written to, so they come back bit-exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flops.groups import ResolvedGroup
+from flops.local import Gradients
+from flops.noise import NoiseStream, fill, generator
+from flops.plan import Rows
+from flops.queries import Estimate, Queries
+from flops.replay import Passes
+from flops.script import Action, Forward
+from flops.thin import THIN, RowNoise, is_rank_one, thin_of, used_tokens
+from flops.units import Unit, Units, find_units
+
+Baseline = Literal["clean", "antithetic", "none"]
+SharedKind = Literal["gaussian", "rademacher"]
+
+
+@dataclass(frozen=True)
+class ParameterNoise:
+    """Common options of ES and SPSA.
+
+    Args:
+        sigma: Noise scale.
+        shared: One draw for the whole batch (as in MeZO) instead of one for each point. The
+            points' errors are then correlated, so counts must be equal.
+        noise: Noise of shared draws, "gaussian" or "rademacher". Independent draws are signs,
+            of rank one for matrices.
+    """
+
+    sigma: float = 1e-3
+    shared: bool = False
+    noise: SharedKind = "gaussian"
+
+    whole_model = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if not self.sigma > 0:
+            raise ValueError(f"sigma must be positive, not {self.sigma}")
+        if self.noise not in ("gaussian", "rademacher"):
+            raise ValueError(f"'{self.noise}' is not one of ['gaussian', 'rademacher']")
+
+    @property
+    def _baseline(self) -> Baseline:
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        """Queries per draw."""
+        return 2 if self._baseline == "antithetic" else 1
+
+    @property
+    def minimum_queries(self) -> int:
+        """One draw per point."""
+        return self.unit
+
+    def check(self, group: ResolvedGroup) -> None:
+        """Any group will do."""
+
+    def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Units:
+        """Find the calls around which the parameters are perturbed."""
+        splits = () if self.shared else tuple(THIN)
+        return find_units(group, passes, reuse, splits)
+
+    def estimate(self, binding: Units, queries: Queries) -> Estimate:
+        """Run the queries and sum slope * noise."""
+        run = _shared if self.shared else _pointwise
+        estimate = run(self, binding, queries)
+        if self._baseline != "none":
+            queries.warn_if_rounding((estimate.slopes * self.sigma).to(queries.losses.dtype))
+        return estimate
+
+
+def _slopes(options: ParameterNoise, losses: Tensor, clean: Tensor) -> Tensor:
+    """W = (l - b) / sigma for each draw; pairs stand side by side."""
+    if options._baseline == "antithetic":
+        return (losses[0::2] - losses[1::2]) / (2 * options.sigma)
+    return (losses - (clean if options._baseline == "clean" else 0.0)) / options.sigma
+
+
+# Shared draws
+
+
+def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
+    draws = int(queries.counts[0]) // options.unit
+    signs = (1.0, -1.0)[: options.unit]
+    pieces = -(-queries.size // queries.chunk)
+    clean = queries.losses.mean().cpu()
+    gradients: Gradients = {}
+    slopes = []
+    for draw in range(draws):
+        means = []
+        for sign in signs:
+            around = _shift_all(options, units, queries, draw, sign)
+            losses = [
+                queries.run(units.prefix, points, around=around)
+                for points in torch.arange(queries.size).tensor_split(pieces)
+            ]
+            means.append(torch.cat(losses).mean().cpu())
+        w = _slopes(options, torch.stack(means), clean.expand(1))
+        slopes.append(w)
+        for number, unit in enumerate(units.units):
+            for place, parameter in enumerate(unit.parameters.values()):
+                z = _draw(options, queries, draw, number, place, parameter)
+                if parameter not in gradients:
+                    gradients[parameter] = torch.zeros_like(parameter)
+                gradients[parameter].add_(z, alpha=float(w) / draws)
+    return Estimate(gradients, torch.cat(slopes), None, float(units.size))
+
+
+def _draw(
+    options: ParameterNoise,
+    queries: Queries,
+    draw: int,
+    unit: int,
+    place: int,
+    parameter: nn.Parameter,
+) -> Tensor:
+    source = generator(*queries.key, draw, unit, place)
+    z = fill(options.noise, 1, parameter.numel(), source).view(parameter.shape)
+    return z.to(parameter.device, parameter.dtype)
+
+
+def _shift_all(
+    options: ParameterNoise, units: Units, queries: Queries, draw: int, sign: float
+) -> dict[int, Action]:
+    around: dict[int, Action] = {}
+    for number, unit in enumerate(units.units):
+        action = _shift(options, queries, draw, sign, number, unit)
+        around.update(dict.fromkeys(unit.calls, action))
+    return around
+
+
+def _shift(
+    options: ParameterNoise, queries: Queries, draw: int, sign: float, number: int, unit: Unit
+) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        saved = [(p, p.data) for p in unit.parameters.values()]
+        try:
+            for place, (parameter, data) in enumerate(saved):
+                z = _draw(options, queries, draw, number, place, parameter)
+                parameter.data = z.mul_(sign * options.sigma).add_(data)
+            return forward(*args, **kwargs)
+        finally:
+            for parameter, data in saved:
+                parameter.data = data
+
+    return action
+
+
+# Independent draws
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a parameter's noise lies in a row: a of length ``out``, then b of length ``rest``."""
+
+    unit: Unit
+    path: str
+    parameter: nn.Parameter
+    offset: int
+    out: int
+    rest: int
+
+    def cut(self, z: Tensor) -> Any:
+        a = z[:, self.offset : self.offset + self.out]
+        if not self.rest:
+            return a
+        return a, z[:, self.offset + self.out : self.offset + self.out + self.rest]
+
+
+def _layout(units: Units) -> tuple[list[_Entry], int]:
+    entries, offset = [], 0
+    for unit in units.units:
+        for path, parameter in unit.parameters.items():
+            out, rest = parameter.numel(), 0
+            if is_rank_one(unit.module, parameter):
+                out, rest = parameter.size(0), parameter[0].numel()
+            entries.append(_Entry(unit, path, parameter, offset, out, rest))
+            offset += out + rest
+    return entries, offset
+
+
+def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
+    entries, size = _layout(units)
+    factor = torch.ones(size)  # sigma and sign go into a and the vectors, not into b
+    for entry in entries:
+        factor[entry.offset + entry.out : entry.offset + entry.out + entry.rest] = 0
+    dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
+    device = entries[0].parameter.device
+    gradients = {e.parameter: torch.zeros_like(e.parameter, dtype=dtype) for e in entries}
+    draws = (queries.counts // options.unit).tolist()
+    stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
+    slopes, points = [], []
+    for rows in queries.chunks(options.unit):
+        once = slice(None, None, options.unit)
+        at = rows.points[once]
+        z = stream.rows(at, rows.draws[once]).to(device, dtype)  # (draws, size)
+        seen: dict[str, Tensor] = {}
+        around = _perturb_rows(entries, _scaled(z, rows, factor, options), seen)
+        losses = queries.run(units.prefix, rows.points, around=around).cpu()
+        w = _slopes(options, losses, queries.losses[rows.points].cpu()).to(dtype)
+        weighted = (rows.weights[once].to(dtype) * w / queries.size).to(device)
+        for entry in entries:
+            used = seen.get(entry.unit.name)
+            _add(
+                gradients[entry.parameter], entry, z, weighted, None if used is None else used[once]
+            )
+        slopes.append(w)
+        points.append(at)
+    return Estimate(gradients, torch.cat(slopes), torch.cat(points), float(units.size))
+
+
+def _scaled(z: Tensor, rows: Rows, factor: Tensor, options: ParameterNoise) -> Tensor:
+    scale = (options.sigma * rows.signs).to(z).unsqueeze(1)  # (R, 1)
+    columns = factor.to(z).unsqueeze(0)
+    return z.repeat_interleave(options.unit, 0) * (scale * columns + (1 - columns))
+
+
+def _perturb_rows(
+    entries: list[_Entry], noise: Tensor, seen: dict[str, Tensor]
+) -> dict[int, Action]:
+    around: dict[int, Action] = {}
+    for unit in {entry.unit.name: entry.unit for entry in entries}.values():
+        parts = {e.path: e.cut(noise) for e in entries if e.unit is unit}
+        around.update(dict.fromkeys(unit.calls, _thin_action(unit, parts, seen)))
+    return around
+
+
+def _thin_action(unit: Unit, parts: RowNoise, seen: dict[str, Tensor]) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        noise = parts
+        if type(unit.module) is nn.Embedding:
+            a, b = parts["weight"]
+            ids = args[0] if args else kwargs["input"]
+            mask = used_tokens(unit.module, ids.expand(len(a), *ids.shape[1:])).to(a)
+            seen[unit.name] = torch.maximum(seen.get(unit.name, mask), mask)
+            noise = {"weight": (a * mask, b)}
+        return thin_of(unit.module)(unit.module, forward, args, kwargs, noise)
+
+    return action
+
+
+def _add(total: Tensor, entry: _Entry, z: Tensor, weighted: Tensor, used: Tensor | None) -> None:
+    noise = entry.cut(z)
+    if not entry.rest:
+        total.view(-1).add_(weighted @ noise)
+        return
+    a, b = noise
+    if used is not None:
+        a = a * used
+    total.view(entry.out, entry.rest).addmm_((a * weighted.unsqueeze(1)).T, b)

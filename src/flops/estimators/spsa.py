@@ -1,0 +1,29 @@
+"""Simultaneous perturbation stochastic approximation (SPSA): antithetic noise on the parameters.
+
+Spall, "Multivariate stochastic approximation using a simultaneous perturbation gradient
+approximation", 1992; the paper's equation 3, with z / (2 sigma^2) for z ~ N(0, sigma^2 I).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flops.estimators.parameter_noise import Baseline, ParameterNoise
+
+
+@dataclass(frozen=True)
+class SPSA(ParameterNoise):
+    """g = mean over draws of (l(theta + z) - l(theta - z)) z / (2 sigma^2); two queries per draw.
+
+    With ``shared=False`` and n queries per point this is n-SPSA with independent draws; with
+    ``shared=True`` and two queries it is MeZO.
+
+    Args:
+        sigma: Noise scale.
+        shared: One draw for the whole batch instead of one for each point.
+        noise: Noise of shared draws.
+    """
+
+    @property
+    def _baseline(self) -> Baseline:
+        return "antithetic"

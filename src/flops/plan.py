@@ -1,0 +1,110 @@
+"""From query counts to rows: integer allocation, and the plan that every process makes alike.
+
+A row is (point, draw, sign): draw i of a point under +z, or under -z for the second half of an
+antithetic pair. Rows are ordered by point and draw and cut into chunks of nearly equal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flops.errors import QueryError
+
+
+def round_counts(shares: Tensor, budget: int, *, unit: int = 1, floor: int = 1) -> Tensor:
+    """Integer counts in multiples of ``unit`` that sum to the budget, by largest remainder.
+
+    Counts are proportional to the shares, but for points that would fall below the floor: they
+    get the floor, and the others share what is left (water-filling).
+
+    Args:
+        shares: Non-negative weights of the points, shape (B,).
+        budget: Queries in all; rounded down to the unit.
+        unit: Queries of one draw: 1, or 2 for antithetic pairs.
+        floor: Fewest queries of a point, rounded up to the unit.
+
+    Returns:
+        A LongTensor of shape (B,) whose sum is the budget rounded down to the unit.
+
+    Raises:
+        QueryError: If the budget cannot give every point its floor.
+    """
+    size = len(shares)
+    total, least = budget // unit, -(-floor // unit)
+    if total < least * size or total < 1:
+        raise QueryError(
+            f"{budget} queries are too few for {size} points with at least {least * unit} "
+            f"each: raise `queries` to {max(1, least) * unit} or more per point"
+        )
+    weights = shares.double()
+    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+        raise QueryError("allocation weights must be finite and not negative")
+    if float(weights.sum()) <= 0:
+        weights = torch.ones_like(weights)
+    ideal = _water_fill(weights, total, least)
+    counts = ideal.floor().long()
+    missing = total - int(counts.sum())
+    # A stable sort breaks ties by position, so that the result is the same everywhere.
+    order = torch.sort(ideal - counts, descending=True, stable=True).indices
+    counts[order[:missing]] += 1
+    return counts * unit
+
+
+def _water_fill(weights: Tensor, total: int, least: int) -> Tensor:
+    at_floor = torch.zeros(len(weights), dtype=torch.bool)
+    while True:
+        free = total - least * int(at_floor.sum())
+        mass = float(weights[~at_floor].sum())
+        spread = int((~at_floor).sum())
+        scaled = weights * (free / mass) if mass > 0 else torch.full_like(weights, free / spread)
+        below = ~at_floor & (scaled < least)
+        if not bool(below.any()):
+            return torch.where(at_floor, torch.full_like(weights, least), scaled)
+        at_floor |= below
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A chunk of rows: points, draws and signs of shape (R,), and their weights 1/A_j.
+
+    The weight of a row is one over the number of *draws* of its point: the mean over a point's
+    draws, however unequal the counts, so that every point keeps the weight 1/B in the batch.
+    """
+
+    points: Tensor
+    draws: Tensor
+    signs: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
+def plan(counts: Tensor, unit: int) -> Rows:
+    """All rows of a group, in order."""
+    draws_of = counts // unit
+    points = torch.repeat_interleave(torch.arange(len(counts)), draws_of)
+    firsts = torch.cumsum(draws_of, 0) - draws_of
+    draws = torch.arange(len(points)) - firsts[points]
+    weights = 1.0 / draws_of[points].double()
+    signs = torch.ones(len(points))
+    if unit == 2:  # partners stand side by side, on the same point
+        points, draws, weights = (x.repeat_interleave(2) for x in (points, draws, weights))
+        signs = torch.tensor([1.0, -1.0]).repeat(len(signs))
+    return Rows(points, draws, signs, weights)
+
+
+def chunks(rows: Rows, size: int, unit: int) -> Iterator[Rows]:
+    """Nearly equal chunks of at most ``size`` rows that keep pairs together."""
+    draws = len(rows) // unit
+    pieces = max(1, -(-len(rows) // max(unit, size - size % unit)))
+    edges = [unit * (draws * i // pieces) for i in range(pieces + 1)]
+    for begin, end in pairwise(edges):
+        if end > begin:
+            part = slice(begin, end)
+            yield Rows(rows.points[part], rows.draws[part], rows.signs[part], rows.weights[part])

@@ -1,0 +1,190 @@
+"""What an estimator sees of one step: the clean pass, its rows, and passes that are charged.
+
+Everything an estimator runs goes through here, so every query is counted and every loss checked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flops.errors import PrecisionWarning
+from flops.guards import check_finite
+from flops.local import Gradients, LocalTarget, add_gradients, local_products
+from flops.plan import Rows, chunks, plan
+from flops.replay import Edit, Passes, Prefix, Record
+from flops.script import Action
+from flops.structure import Call
+
+ROUNDING_UNITS = 50
+
+
+class ForwardEquivalents(float):
+    """Cost in forward passes of one point, with its parts.
+
+    Attributes:
+        clean: The noise-free pass, one per point.
+        queries: Rows of the queries, each weighted by the part of the model that really ran.
+        local: Local products: forward through the targets once, and twice that for the product.
+        probe: The few rows that find out the structure of a new kind of input.
+    """
+
+    clean: float
+    queries: float
+    local: float
+    probe: float
+
+    def __new__(
+        cls, clean: float = 0.0, queries: float = 0.0, local: float = 0.0, probe: float = 0.0
+    ) -> ForwardEquivalents:
+        """Sum the parts and keep them."""
+        self = super().__new__(cls, clean + queries + local + probe)
+        self.clean, self.queries, self.local, self.probe = clean, queries, local, probe
+        return self
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {
+            "clean": self.clean,
+            "queries": self.queries,
+            "local": self.local,
+            "probe": self.probe,
+        }
+
+
+@dataclass
+class Ledger:
+    """Running totals of a step."""
+
+    rows: int = 0
+    queries: float = 0.0
+    local: float = 0.0
+
+
+@dataclass
+class Estimate:
+    """What an estimator returns for its group.
+
+    Attributes:
+        gradients: Gradient of the mean loss, by parameter.
+        slopes: One slope w = (l - b) / sigma per draw, shape (draws,).
+        points: The point of each draw; None if the draws are shared by the batch.
+        factor: Per-point trace of one draw's covariance over its squared slope.
+    """
+
+    gradients: Gradients
+    slopes: Tensor = field(default_factory=lambda: torch.empty(0))
+    points: Tensor | None = None
+    factor: float = 0.0
+
+
+@dataclass(frozen=True)
+class Queries:
+    """One group's part of one step.
+
+    Attributes:
+        name: The group's name.
+        losses: Clean losses, shape (B,).
+        counts: Queries per point, shape (B,).
+        key: (seed, step, group), the key of all noise.
+        ids: Identity of each point for its noise.
+    """
+
+    name: str
+    passes: Passes
+    record: Record
+    losses: Tensor
+    counts: Tensor
+    key: tuple[int, ...]
+    ids: list[int]
+    chunk: int
+    ledger: Ledger
+
+    @property
+    def size(self) -> int:
+        """Number of points B."""
+        return len(self.losses)
+
+    def chunks(self, unit: int) -> Iterator[Rows]:
+        """The rows of all queries, cut into chunks."""
+        return chunks(plan(self.counts, unit), self.chunk, unit)
+
+    def run(
+        self,
+        prefix: Prefix,
+        points: Tensor,
+        *,
+        edits: Mapping[int, Edit] | None = None,
+        around: Mapping[int, Action] | None = None,
+    ) -> Tensor:
+        """Perturbed losses of rows of these points; charged."""
+        losses = self.passes.run(prefix, self.record, points, edits=edits, around=around)
+        check_finite(losses, f"a query of group '{self.name}'", points)
+        self.ledger.rows += len(points)
+        self.ledger.queries += len(points) * (1 - prefix.share)
+        return losses
+
+    def local(
+        self,
+        prefix: Prefix,
+        targets: Sequence[LocalTarget],
+        deltas: Mapping[int, Mapping[int, Tensor]],
+    ) -> Gradients:
+        """Local products of all points; charged. See `flops.local`.
+
+        Deltas of shape (B, ...) have their batch first here.
+        """
+        total: Gradients = {}
+        calls = self.passes.structure.calls
+        for points in torch.arange(self.size).split(self.chunk):
+            begin, end = int(points[0]), int(points[-1]) + 1
+            part = {
+                number: {
+                    i: delta[begin:end].movedim(0, calls[number].leaves[i].axis)
+                    for i, delta in by_leaf.items()
+                }
+                for number, by_leaf in deltas.items()
+            }
+            add_gradients(
+                total, local_products(self.passes, prefix, self.record, points, targets, part)
+            )
+        self.ledger.local += self.size * self._local_share(targets)
+        return total
+
+    def _local_share(self, targets: Sequence[LocalTarget]) -> float:
+        structure = self.passes.structure
+        first = min(structure.calls[t.first].start for t in targets)
+        last = max(structure.calls[t.last].end for t in targets)
+        spans = [(structure.calls[t.first].start, structure.calls[t.last].end) for t in targets]
+        forward = structure.share(_between(self.passes, first, last))
+        return forward + 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in spans)
+
+    def warn_if_rounding(self, differences: Tensor) -> None:
+        """Warn when loss differences are near the rounding of the loss itself."""
+        unit = torch.finfo(differences.dtype).eps * max(1.0, float(self.losses.abs().median()))
+        median = float(differences.abs().median())
+        if 0 < median < ROUNDING_UNITS * unit:
+            warnings.warn(
+                f"group '{self.name}': the median loss difference {median:.1e} is under "
+                f"{ROUNDING_UNITS} rounding units ({unit:.1e} each), so slopes are mostly noise; "
+                "raise sigma",
+                PrecisionWarning,
+                stacklevel=4,
+            )
+
+
+def _between(passes: Passes, first: int, last: int) -> list[Call]:
+    """Outermost calls inside a span of time."""
+    chosen: list[Call] = []
+    inside: set[int] = set()
+    for call in passes.structure.calls:
+        if call.parent in inside:
+            inside.add(call.number)
+        elif call.start >= first and call.end <= last:
+            chosen.append(call)
+            inside.add(call.number)
+    return chosen

@@ -1,0 +1,227 @@
+"""Prefix reuse: what ends before the noise starts is computed once and replayed for every row.
+
+A *prefix* is the set of outermost calls that end before a moment of the forward pass. A pass
+that starts from it runs the model's own code, but those calls return what the clean pass
+recorded, for the rows at hand; so skip connections, masks and keyword arguments need no special
+care. Of the replayed outputs only those that the rest of the pass reads are recorded: the others
+are blanks of NaN without memory, after a trial with a few rows has shown that the losses do not
+change. Should a later batch read a blank after all, the loss is NaN and an error, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flops.batch import Batch
+from flops.script import Action, Forward, scripted
+from flops.structure import Call, Leaf, Structure
+
+Record = Mapping[int, list[Any]]
+"""Recorded leaves of a call's output, by call number."""
+
+Edit = Callable[[Any], Any]
+"""Changes the output of a call, for example by adding noise."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Calls that are replayed, which of them must be recorded, and the calls that still run."""
+
+    replayed: tuple[Call, ...]
+    needed: frozenset[int]
+    visible: Mapping[str, tuple[int, ...]]
+    share: float
+
+    def script(self, action: Callable[[int], Action | None]) -> dict[str, list[Action | None]]:
+        """Actions of the visible calls, for the modules that have any."""
+        script = {}
+        for name, numbers in self.visible.items():
+            actions = [action(number) for number in numbers]
+            if any(a is not None for a in actions):
+                script[name] = actions
+        return script
+
+
+class Passes:
+    """Forward passes of one model over one batch, scripted call by call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        structure: Structure,
+        batch: Batch,
+    ) -> None:
+        self.model, self.modules, self.structure, self.batch = model, modules, structure, batch
+        self.trials = 0
+
+    def clean(self, wanted: Iterable[int]) -> tuple[Tensor, Record]:
+        """The noise-free pass: one loss per point, and the outputs of the wanted calls."""
+        calls, record = self.structure.calls, {}
+        wanted = set(wanted)
+
+        def keep(number: int) -> Action | None:
+            if number not in wanted:
+                return None
+
+            def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                out = forward(*args, **kwargs)
+                leaves = tree_flatten(out)[0]
+                if calls[number].mutated:
+                    leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+                record[number] = leaves
+                return out
+
+            return action
+
+        # One-row kernels round differently, so a batch of one is run as two equal rows.
+        rows = torch.zeros(2, dtype=torch.long) if self.batch.size == 1 else None
+        with scripted(self.modules, nothing(self.structure).script(keep)):
+            losses = self.batch.losses(self.model, rows)
+        return losses[: self.batch.size], record
+
+    def run(
+        self,
+        prefix: Prefix,
+        record: Record,
+        rows: Tensor,
+        *,
+        edits: Mapping[int, Edit] | None = None,
+        around: Mapping[int, Action] | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Losses of the rows, starting from the prefix.
+
+        Args:
+            prefix: What is replayed.
+            record: Outputs of the prefix's needed calls.
+            rows: Points of the batch to run.
+            edits: Changes to the outputs of calls, replayed or not.
+            around: What other calls do instead of their own forward.
+            places: Positions of the rows in the record, if not the points themselves.
+        """
+        edits, around = edits or {}, around or {}
+        places = rows if places is None else places
+        replayed = {call.number: call for call in prefix.replayed}
+
+        def action(number: int) -> Action | None:
+            edit = edits.get(number)
+            if number in replayed:
+                return _replay(replayed[number], record.get(number), places, edit)
+            if edit is not None:
+                return _edited(edit)
+            return around.get(number)
+
+        with scripted(self.modules, prefix.script(action)):
+            return self.batch.losses(self.model, rows)
+
+    def prefix(self, time: int, keep: frozenset[int] = frozenset()) -> Prefix:
+        """The prefix of all calls that end at or before a time.
+
+        Args:
+            time: Clock of the structure.
+            keep: Calls that are recorded in any case, because they are edited.
+        """
+        replayed = finished(self.structure, time)
+        numbers = frozenset(call.number for call in replayed)
+        visible = _visible(self.structure, numbers)
+        share = self.structure.share(replayed)
+        # Integers cannot be NaN, and a tensor without batch axis is small: always recorded.
+        solid = {
+            call.number
+            for call in replayed
+            if any(
+                not leaf.dtype.is_floating_point or leaf.axis is None for _, leaf in call.tensors
+            )
+        }
+        needed = frozenset(solid | (keep & numbers))
+        trial = Prefix(tuple(replayed), needed, visible, share)
+        if self._same_losses(trial):
+            return trial
+        if not self._same_losses(Prefix(tuple(replayed), numbers, visible, share)):
+            return nothing(self.structure)  # a module leaves something behind besides its output
+        needed = numbers
+        for call in sorted(replayed, key=lambda c: c.end):
+            if call.number in solid or call.number in keep:
+                continue
+            trial = Prefix(tuple(replayed), needed - {call.number}, visible, share)
+            if self._same_losses(trial):
+                needed = trial.needed
+        return Prefix(tuple(replayed), needed, visible, share)
+
+    def _same_losses(self, prefix: Prefix) -> bool:
+        self.trials += 1
+        outputs = self.structure.outputs
+        record = {number: outputs[number] for number in prefix.needed}
+        places = torch.arange(len(self.structure.rows))
+        try:
+            losses = self.run(prefix, record, self.structure.rows, places=places)
+        except Exception:  # user code that cannot take NaN reads the blank
+            return False
+        return torch.allclose(losses, self.structure.losses, rtol=1e-4, atol=1e-5)
+
+
+def finished(structure: Structure, time: int) -> list[Call]:
+    """The outermost calls that end at or before the time and can be replayed."""
+    chosen: list[Call] = []
+    inside: set[int] = set()
+    for call in structure.calls:  # parents come before their children
+        if call.parent in inside:
+            inside.add(call.number)
+        elif call.end <= time and call.replayable:
+            chosen.append(call)
+            inside.add(call.number)
+    return chosen
+
+
+def nothing(structure: Structure) -> Prefix:
+    """The empty prefix: every call runs."""
+    return Prefix((), frozenset(), _visible(structure, frozenset()), 0.0)
+
+
+def _visible(structure: Structure, replayed: frozenset[int]) -> dict[str, tuple[int, ...]]:
+    visible: dict[str, list[int]] = {}
+    hidden: set[int] = set()
+    for call in structure.calls:
+        if call.parent is not None and (call.parent in hidden or call.parent in replayed):
+            hidden.add(call.number)
+        else:
+            visible.setdefault(call.name, []).append(call.number)
+    return {name: tuple(numbers) for name, numbers in visible.items()}
+
+
+def _replay(call: Call, recorded: list[Any] | None, rows: Tensor, edit: Edit | None) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = []
+        for i, leaf in enumerate(call.leaves):
+            if not isinstance(leaf, Leaf):
+                values.append(leaf)
+            elif recorded is None:
+                values.append(_blank(leaf, len(rows)))
+            elif leaf.axis is None:
+                values.append(recorded[i].clone() if call.mutated else recorded[i])
+            else:
+                values.append(recorded[i].index_select(leaf.axis, rows.to(leaf.device)))
+        assert call.spec is not None
+        out = tree_unflatten(values, call.spec)
+        return out if edit is None else edit(out)
+
+    return action
+
+
+def _edited(edit: Edit) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return edit(forward(*args, **kwargs))
+
+    return action
+
+
+def _blank(leaf: Leaf, rows: int) -> Tensor:
+    shape = [rows if dim == leaf.axis else size for dim, size in enumerate(leaf.shape)]
+    return torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device).expand(shape)

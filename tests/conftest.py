@@ -1,0 +1,68 @@
+"""Shared models and helpers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+# Set before torch is imported: two test processes on two cores want one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flops import ForwardGradient
+from flops.estimators import Exact
+from flops.groups import Group
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    state = torch.get_rng_state()
+    torch.manual_seed(1234)
+    yield
+    torch.set_rng_state(state)
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Squared error of each point."""
+    return (outputs - targets).square().flatten(1).sum(1)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all gradients by name."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def flat(parts: dict[str, Tensor]) -> Tensor:
+    """All gradients as one vector, in the order of their names."""
+    return torch.cat([parts[name].flatten() for name in sorted(parts)])
+
+
+def estimate(model: nn.Module, loss_fn, x, y, groups, **options) -> dict[str, Tensor]:
+    """Gradients of one step from a clean state."""
+    model.zero_grad()
+    ForwardGradient(model, loss_fn, groups, **options).estimate(x, y)
+    return gradients(model)
+
+
+def exact(model: nn.Module, loss_fn, x, y) -> dict[str, Tensor]:
+    """Backpropagated gradients, by plain autograd."""
+    model.zero_grad()
+    loss_fn(model(x), y).mean().backward()
+    return gradients(model)
+
+
+def exact_group(model: nn.Module) -> list[Group]:
+    return [Group(model, Exact(), queries=1)]
+
+
+def sign_vectors(size: int) -> Tensor:
+    """All 2^size sign vectors."""
+    return torch.tensor(list(itertools.product([1.0, -1.0], repeat=size)))
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0))

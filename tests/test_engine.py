@@ -1,0 +1,123 @@
+"""The engine as a user sees it: fills .grad, accumulates, reports, resumes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio
+from flops.allocators import Fixed
+from tests.conftest import cosine, estimate, exact, exact_group, flat, gradients, squared
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def data(size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 4), torch.randn(size, 2)
+
+
+ESTIMATORS = {
+    "leaf": LikelihoodRatio(targets="leaf"),
+    "block": LikelihoodRatio(),
+    "stage": LikelihoodRatio(targets="stage"),
+    "antithetic": LikelihoodRatio(baseline="antithetic"),
+    "rademacher": LikelihoodRatio(noise="rademacher"),
+    "orthogonal": LikelihoodRatio(noise="orthogonal"),
+    "es": ES(),
+    "es-shared": ES(shared=True),
+    "spsa": SPSA(),
+    "spsa-shared": SPSA(shared=True),
+    "exact": Exact(),
+}
+
+
+def test_exact_equals_backpropagation() -> None:
+    model, (x, y) = mlp(), data()
+    ours, theirs = estimate(model, squared, x, y, exact_group(model)), exact(model, squared, x, y)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_many_queries_point_to_the_gradient(name: str) -> None:
+    model, (x, y) = mlp().double(), tuple(t.double() for t in data(3))
+    truth = exact(model, squared, x, y)
+    group = [Group(model, ESTIMATORS[name], queries=2000)]
+    found = estimate(model, squared, x, y, group)
+    assert cosine(flat(found), flat(truth)) > 0.9
+
+
+def test_gradients_accumulate() -> None:
+    model, (x, y) = mlp(), data()
+    fg = ForwardGradient(model, squared, seed=3)
+    fg.estimate(x, y)
+    first = flat(gradients(model))
+    second_only = ForwardGradient(model, squared, seed=3)
+    second_only.step = 1
+    fg.estimate(x, y)
+    both = flat(gradients(model))
+    model.zero_grad()
+    second_only.estimate(x, y)
+    torch.testing.assert_close(both, first + flat(gradients(model)))
+
+
+def test_resumed_run_is_bit_identical() -> None:
+    x, y = data(12)
+
+    def train(model: nn.Module, fg: ForwardGradient, steps: range) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for step in steps:
+            optimizer.zero_grad()
+            rows = torch.arange(4) + 4 * (step % 3)
+            fg.estimate(x[rows], y[rows], index=rows)
+            optimizer.step()
+
+    model = mlp()
+    other = copy.deepcopy(model)
+    train(model, ForwardGradient(model, squared, seed=5), range(6))
+    part = ForwardGradient(other, squared, seed=5)
+    train(other, part, range(3))
+    resumed = copy.deepcopy(other)
+    again = ForwardGradient(resumed, squared, seed=99)
+    again.load_state_dict(part.state_dict())
+    train(resumed, again, range(3, 6))
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_state_of_other_groups_or_schema_is_refused() -> None:
+    model = mlp()
+    fg = ForwardGradient(model, squared)
+    with pytest.raises(ValueError, match="schema"):
+        fg.load_state_dict({**fg.state_dict(), "schema": 0})
+    with pytest.raises(ValueError, match="groups"):
+        fg.load_state_dict({**fg.state_dict(), "groups": ["other"]})
+
+
+def test_report() -> None:
+    model, (x, y) = mlp(), data()
+    groups = [Group(model, LikelihoodRatio(), queries=8, name="all")]
+    report = ForwardGradient(model, squared, groups).estimate(x, y)
+    assert report.loss == pytest.approx(squared(model(x), y).mean().item(), rel=1e-5)
+    assert report.queries == 48
+    assert report.counts["all"].tolist() == [8] * 6
+    assert report.forward_equivalents == sum(report.forward_equivalents.parts().values())
+    assert report.forward_equivalents.clean == 6
+    assert report.snr["all"] >= 0
+    assert report.seconds > 0
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 7, 1000])
+@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "exact"])
+def test_chunk_size_does_not_matter(name: str, chunk: int) -> None:
+    model, (x, y) = mlp().double(), tuple(t.double() for t in data())
+    counts = [2, 4, 8, 2, 6, 4] if not ESTIMATORS[name].shared else [4] * 6
+    options = {"groups": [Group(model, ESTIMATORS[name])], "allocator": Fixed(counts)}
+    whole = estimate(model, squared, x, y, **options)
+    cut = estimate(model, squared, x, y, chunk=chunk, **options)
+    torch.testing.assert_close(flat(cut), flat(whole), rtol=1e-9, atol=1e-11)
