@@ -16,7 +16,7 @@ from flops.errors import (
     QueryError,
     RandomnessError,
 )
-from flops.estimators import ES, SPSA, Exact, LikelihoodRatio, mezo
+from flops.estimators import ES, SPSA, DeepZero, Exact, LikelihoodRatio, mezo
 from flops.groups import Group
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "SPSA",
     "BatchError",
     "CoverageError",
+    "DeepZero",
     "Exact",
     "FlopsError",
     "ForwardGradient",

@@ -112,6 +112,7 @@ class ForwardGradient:
             groups = automatic_groups(self.modules, LikelihoodRatio())
         self.groups: list[ResolvedGroup] = resolve(groups, self.modules, self.model)
         self.allocators = {g.name: copy.deepcopy(allocator or Equal()) for g in self.groups}
+        self.memory: dict[str, dict[str, Any]] = {group.name: {} for group in self.groups}
         self.step = 0
         self._layouts: dict[Any, _Layout] = {}
 
@@ -137,6 +138,7 @@ class ForwardGradient:
         check_modes(self.modules)
         state = RandomState()
         ledger = Ledger()
+        memory = {name: dict(kept) for name, kept in self.memory.items()}
         try:
             with slow_attention_path():
                 layout, probe = self._layout(batch, state)
@@ -160,6 +162,7 @@ class ForwardGradient:
                         ids,
                         self.chunk,
                         ledger,
+                        memory[group.name],
                     )
                     with torch.no_grad():
                         estimates.append(group.estimator.estimate(binding, queries))
@@ -167,6 +170,7 @@ class ForwardGradient:
         finally:
             state.restore()
         self._commit(estimates)
+        self.memory = memory
         self.step += 1
         named = list(zip(self.groups, estimates, strict=True))
         return StepReport(
@@ -250,6 +254,7 @@ class ForwardGradient:
             "step": self.step,
             "groups": [group.name for group in self.groups],
             "allocators": {n: copy.deepcopy(a.state_dict()) for n, a in self.allocators.items()},
+            "memory": copy.deepcopy(self.memory),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -266,6 +271,7 @@ class ForwardGradient:
         self.seed, self.step = int(state["seed"]), int(state["step"])
         for name, allocator in self.allocators.items():
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
+        self.memory = copy.deepcopy(dict(state["memory"]))
 
 
 def _ids(index: Tensor | Sequence[int] | None, size: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,8 @@ class Queries:
         counts: Queries per point, shape (B,).
         key: (seed, step, group), the key of all noise.
         ids: Identity of each point for its noise.
+        memory: What the estimator keeps from step to step for this group; part of the state.
+            Replace entries, never write into them: a failed step must leave the old ones.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Queries:
     ids: list[int]
     chunk: int
     ledger: Ledger
+    memory: dict[str, Any]
 
     @property
     def size(self) -> int:

@@ -50,7 +50,6 @@ class Sites:
         self.dtype = self.sites[0].leaf.dtype
         for site in self.sites:
             self.dtype = torch.promote_types(self.dtype, site.leaf.dtype)
-        self.energy: float | None = None
         calls = self.structure.calls
         if reuse:
             first_end = calls[local[0].last]

@@ -16,20 +16,20 @@ from flops.sites import Sites
 
 
 def jacobian_energy(sites: Sites, queries: Queries) -> float:
-    """Mean over points of |D_theta phi|_F^2, by one random local product per structure.
+    """Mean over points of |D_theta phi|_F^2, by one random local product.
 
     For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. It varies little over the
-    points and slowly over the steps, so it is measured once and kept.
+    points and slowly over the steps, so it is measured in a group's first step and kept.
     """
-    if sites.energy is None:
+    if "jacobian_energy" not in queries.memory:
         ones = [1] * queries.size
-        stream = NoiseStream("rademacher", (*queries.key[::2], -1), queries.ids, ones, sites.size)
+        stream = NoiseStream("rademacher", (*queries.key, -1), queries.ids, ones, sites.size)
         points = torch.arange(queries.size)
         signs = stream.rows(points, torch.zeros_like(points))
         gradients = queries.local(sites.local_prefix, sites.local, sites.split(signs))
         energy = sum(float(g.double().square().sum()) for g in gradients.values())
-        sites.energy = float(energy / queries.size)
-    return sites.energy
+        queries.memory["jacobian_energy"] = energy / queries.size
+    return float(queries.memory["jacobian_energy"])
 
 
 def mean_by_point(values: Tensor, points: Tensor, size: int) -> tuple[Tensor, Tensor]:

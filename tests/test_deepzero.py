@@ -1,0 +1,67 @@
+"""DeepZero: exact on its coordinates, zero elsewhere, every query charged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flops import DeepZero, ForwardGradient, Group
+from tests.conftest import estimate, exact, flat, squared
+
+
+def model_and_data() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    return model, torch.randn(6, 4).double(), torch.randn(6, 2).double()
+
+
+@pytest.mark.parametrize("pruning", ["zo-grasp", "random"])
+def test_all_coordinates_give_the_gradient(pruning: str) -> None:
+    model, x, y = model_and_data()
+    size = sum(p.numel() for p in model.parameters())
+    groups = [Group(model, DeepZero(sigma=1e-7, pruning=pruning, score_draws=3), queries=size)]
+    found = estimate(model, squared, x, y, groups)
+    torch.testing.assert_close(flat(found), flat(exact(model, squared, x, y)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_is_exact_and_the_rest_zero() -> None:
+    model, x, y = model_and_data()
+    groups = [Group(model, DeepZero(sigma=1e-7, score_draws=3), queries=9)]
+    found, truth = flat(estimate(model, squared, x, y, groups)), flat(exact(model, squared, x, y))
+    chosen = found != 0
+    assert int(chosen.sum()) == 9
+    torch.testing.assert_close(found[chosen], truth[chosen], rtol=1e-5, atol=1e-6)
+
+
+def test_scores_cost_queries_once_and_are_part_of_the_state() -> None:
+    model, x, y = model_and_data()
+    groups = [Group(model, DeepZero(score_draws=3), queries=9, name="all")]
+    fg = ForwardGradient(model, squared, groups)
+    assert fg.estimate(x, y).queries == 6 * (9 + 4 * 3)
+    assert fg.estimate(x, y).queries == 6 * 9
+    again = ForwardGradient(model, squared, groups)
+    again.load_state_dict(fg.state_dict())
+    model.zero_grad()
+    assert again.estimate(x, y).queries == 6 * 9
+
+
+def test_other_coordinates_after_shuffle_steps() -> None:
+    model, x, y = model_and_data()
+    groups = [Group(model, DeepZero(pruning="random", shuffle=2), queries=9)]
+    fg = ForwardGradient(model, squared, groups)
+    chosen = []
+    for _ in range(3):
+        model.zero_grad()
+        fg.estimate(x, y)
+        chosen.append(flat({n: p.grad for n, p in model.named_parameters()}) != 0)
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[1], chosen[2])
+
+
+def test_late_coordinates_reuse_features() -> None:
+    model, x, y = model_and_data()
+    model[0].requires_grad_(False)
+    groups = [Group(model[2], DeepZero(pruning="random"), queries=5)]
+    report = ForwardGradient(model, squared, groups).estimate(x, y)
+    whole = ForwardGradient(model, squared, groups, reuse=False).estimate(x, y)
+    assert report.forward_equivalents.queries < 0.5 * whole.forward_equivalents.queries
