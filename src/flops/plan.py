@@ -23,7 +23,7 @@ def round_counts(shares: Tensor, budget: int, *, unit: int = 1, floor: int = 1) 
     get the floor, and the others share what is left (water-filling).
 
     Args:
-        shares: Non-negative weights of the points, shape (B,).
+        shares: Non-negative weights of the points, shape (B,); all zero counts as all equal.
         budget: Queries in all; rounded down to the unit.
         unit: Queries of one draw: 1, or 2 for antithetic pairs.
         floor: Fewest queries of a point, rounded up to the unit.
@@ -32,20 +32,27 @@ def round_counts(shares: Tensor, budget: int, *, unit: int = 1, floor: int = 1) 
         A LongTensor of shape (B,) whose sum is the budget rounded down to the unit.
 
     Raises:
-        QueryError: If the budget cannot give every point its floor.
+        QueryError: If the budget cannot give every point its floor, or if a share is negative
+            or not finite.
     """
     size = len(shares)
+    if size == 0:
+        raise QueryError("there are no points to spread the queries over")
     total, least = budget // unit, -(-floor // unit)
     if total < least * size or total < 1:
         raise QueryError(
             f"{budget} queries are too few for {size} points with at least {least * unit} "
             f"each: raise `queries` to {max(1, least) * unit} or more per point"
         )
-    weights = shares.double()
+    weights = shares.detach().cpu().double()
     if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
-        raise QueryError("allocation weights must be finite and not negative")
-    if float(weights.sum()) <= 0:
-        weights = torch.ones_like(weights)
+        raise QueryError(
+            "allocation shares must be finite and not negative, but lie between "
+            f"{float(weights.min())} and {float(weights.max())}"
+        )
+    # Relative to the largest, so that neither tiny nor huge shares leave the range of floats.
+    largest = float(weights.max())
+    weights = weights / largest if largest > 0 else torch.ones_like(weights)
     ideal = _water_fill(weights, total, least)
     counts = ideal.floor().long()
     missing = total - int(counts.sum())
@@ -56,16 +63,15 @@ def round_counts(shares: Tensor, budget: int, *, unit: int = 1, floor: int = 1) 
 
 
 def _water_fill(weights: Tensor, total: int, least: int) -> Tensor:
-    at_floor = torch.zeros(len(weights), dtype=torch.bool)
-    while True:
-        free = total - least * int(at_floor.sum())
-        mass = float(weights[~at_floor].sum())
-        spread = int((~at_floor).sum())
-        scaled = weights * (free / mass) if mass > 0 else torch.full_like(weights, free / spread)
-        below = ~at_floor & (scaled < least)
-        if not bool(below.any()):
-            return torch.where(at_floor, torch.full_like(weights, least), scaled)
-        at_floor |= below
+    """Real-valued counts: the k smallest weights get the floor, for the first k that fits."""
+    ordered = torch.sort(weights)
+    mass = ordered.values.flip(0).cumsum(0).flip(0)  # of a weight and all larger ones
+    free = total - least * torch.arange(len(weights), dtype=weights.dtype)
+    fits = ordered.values * free / mass >= least
+    first = int(fits.byte().argmax()) if bool(fits.any()) else len(weights) - 1
+    ideal = weights * (free[first] / mass[first])
+    ideal[ordered.indices[:first]] = least
+    return ideal
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,19 @@ def plan(counts: Tensor, unit: int) -> Rows:
 
 def chunks(rows: Rows, size: int, unit: int) -> Iterator[Rows]:
     """Nearly equal chunks of at most ``size`` rows that keep pairs together."""
-    draws = len(rows) // unit
-    pieces = max(1, -(-len(rows) // max(unit, size - size % unit)))
-    edges = [unit * (draws * i // pieces) for i in range(pieces + 1)]
-    for begin, end in pairwise(edges):
-        if end > begin:
-            part = slice(begin, end)
-            yield Rows(rows.points[part], rows.draws[part], rows.signs[part], rows.weights[part])
+    for begin, end in spans(len(rows), size, unit):
+        part = slice(begin, end)
+        yield Rows(rows.points[part], rows.draws[part], rows.signs[part], rows.weights[part])
+
+
+def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Cut ``count`` rows into nearly equal spans of at most ``size``, at multiples of the unit.
+
+    One-row kernels round differently, so no span has a single row unless there is just one in
+    all; for that a span may have three rows where the size is two.
+    """
+    if count == 0:
+        return []
+    pieces = -(-count // max(unit, size - size % unit))
+    pieces = min(pieces, max(1, count // 2))
+    return list(pairwise(unit * (count // unit * i // pieces) for i in range(pieces + 1)))

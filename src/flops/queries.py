@@ -16,7 +16,7 @@ from torch import Tensor
 from flops.errors import PrecisionWarning
 from flops.guards import check_finite
 from flops.local import Gradients, LocalTarget, add_gradients, local_products
-from flops.plan import Rows, chunks, plan
+from flops.plan import Rows, chunks, plan, spans
 from flops.replay import Edit, Passes, Prefix, Record
 from flops.script import Action
 from flops.structure import Call
@@ -144,8 +144,8 @@ class Queries:
         """
         total: Gradients = {}
         calls = self.passes.structure.calls
-        for points in torch.arange(self.size).split(self.chunk):
-            begin, end = int(points[0]), int(points[-1]) + 1
+        for begin, end in spans(self.size, self.chunk):
+            points = torch.arange(begin, end)
             part = {
                 number: {
                     i: delta[begin:end].movedim(0, calls[number].leaves[i].axis)

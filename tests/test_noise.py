@@ -1,0 +1,171 @@
+"""Keyed noise: the same for any cut, different for any other key, with the stated moments."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flops.noise import KINDS, NoiseStream, fill, generator, mix, orthogonalise
+
+KEY = (7, 3, 1)
+INDEPENDENT = ["gaussian", "rademacher"]
+SIZES = [1, 5, 16, 17, 64, 65, 130]
+
+
+def stream(kind: str, size: int, *, key=KEY, ids=(0, 1, 2), draws=(6, 6, 6)) -> NoiseStream:
+    return NoiseStream(kind, key, list(ids), list(draws), size)
+
+
+def all_rows(noise: NoiseStream, draws=(6, 6, 6), cut: int | None = None) -> Tensor:
+    """All rows in order, asked for in pieces of ``cut`` rows."""
+    points = torch.repeat_interleave(torch.arange(len(draws)), torch.tensor(draws))
+    numbers = torch.cat([torch.arange(n) for n in draws])
+    cut = cut or len(points)
+    pieces = zip(points.split(cut), numbers.split(cut), strict=True)
+    return torch.cat([noise.rows(p, n) for p, n in pieces])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_do_not_depend_on_the_cut(kind: str, size: int) -> None:
+    draws = (6, 1, 9)
+    whole = all_rows(stream(kind, size, draws=draws), draws)
+    assert whole.shape == (16, size)
+    for cut in (1, 2, 3, 5, 7, 15):
+        assert torch.equal(all_rows(stream(kind, size, draws=draws), draws, cut), whole)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_two_fills_continue_each_other(kind: str, size: int) -> None:
+    whole = fill(kind, 11, size, generator(1))
+    for first in range(12):
+        source = generator(1)
+        parts = [fill(kind, first, size, source), fill(kind, 11 - first, size, source)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_more_draws_keep_the_earlier_ones(kind: str) -> None:
+    few, many = stream(kind, 5, draws=(2, 2, 2)), stream(kind, 5, draws=(9, 9, 9))
+    assert torch.equal(few.take(1, 0, 2), many.take(1, 0, 9)[:2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipped_and_repeated_draws(kind: str) -> None:
+    whole = stream(kind, 9).take(1, 0, 6)
+    noise = stream(kind, 9)
+    assert torch.equal(noise.take(1, 2, 1), whole[2:3])  # somebody else runs draws 0 and 1
+    assert torch.equal(noise.take(1, 5, 1), whole[5:6])
+    assert torch.equal(noise.take(1, 1, 4), whole[1:5])  # back again
+    noise.take(2, 0, 3)
+    assert torch.equal(noise.take(1, 5, 1), whole[5:6])  # another point in between
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_keys_give_other_noise(kind: str) -> None:
+    size = 40
+    keys = [KEY, (8, 3, 1), (7, 4, 1), (7, 3, 2), (3, 7, 1), (7, 1, 3), (-7, 3, 1)]
+    found = [stream(kind, size, key=key).take(point, 0, 2) for key in keys for point in range(3)]
+    rows = torch.cat(found)
+    # Signs of 40 values agree by chance in 20 of them; never in (almost) all.
+    match = (rows.sign() @ rows.sign().T - size * torch.eye(len(rows))).abs()
+    assert float(match.max()) < size - 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_follows_the_identity_of_a_point_not_its_place(kind: str) -> None:
+    forth, back = stream(kind, 9, ids=(10, 20, 30)), stream(kind, 9, ids=(30, 10, 20))
+    for place, other in ((0, 1), (1, 2), (2, 0)):
+        assert torch.equal(forth.take(place, 0, 6), back.take(other, 0, 6))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments(kind: str) -> None:
+    size, draws, points = 6, 4, 10_000
+    noise = NoiseStream(kind, KEY, list(range(points)), [draws] * points, size)
+    z = torch.stack([noise.take(point, 0, draws) for point in range(points)]).double()
+    n = points * draws
+    z = z.reshape(n, size)
+    # 5 standard errors; |z| <= sqrt(6) for orthogonal noise, so Gaussian variances are largest.
+    assert float(z.mean(0).abs().max()) < 5 / n**0.5
+    second = z.T @ z / n
+    error = (second - torch.eye(size)).abs()
+    assert float(error.diagonal().max()) < 5 * (2 / n) ** 0.5
+    assert float((error - error.diag().diag()).max()) < 5 / n**0.5
+    cubes = z**3
+    assert float(cubes.mean(0).abs().max()) < 5 * (15 / n) ** 0.5
+    fourth = {"gaussian": 3.0, "rademacher": 1.0, "orthogonal": 3 * size / (size + 2)}[kind]
+    assert float(((z**4).mean(0) - fourth).abs().max()) < 5 * (96 / n) ** 0.5
+
+
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_draws_of_a_point_are_uncorrelated(kind: str) -> None:
+    z = stream(kind, 4096).take(0, 0, 6).double()
+    correlation = z @ z.T / 4096 - torch.eye(6)
+    correlation.fill_diagonal_(0)
+    assert float(correlation.abs().max()) < 5 / 4096**0.5
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 33])
+def test_orthogonal_draws_are_exact_once_they_span_the_site(size: int) -> None:
+    for blocks in (1, 2):
+        draws = blocks * size
+        z = stream("orthogonal", size, draws=[draws] * 3).take(1, 0, draws).double()
+        torch.testing.assert_close(z.T @ z / draws, torch.eye(size).double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("draws", [1, 4, 7])
+def test_fewer_orthogonal_draws_are_orthogonal(draws: int) -> None:
+    z = stream("orthogonal", 7, draws=[draws] * 3).take(0, 0, draws).double()
+    torch.testing.assert_close(z @ z.T, 7 * torch.eye(draws).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_orthogonal_directions_are_uniform() -> None:
+    # The first coordinate of the first direction: without the sign of R it would be one-sided.
+    size, points = 3, 4000
+    firsts = torch.stack(
+        [orthogonalise(fill("gaussian", 3, size, generator(i))) for i in range(points)]
+    )
+    assert float(firsts[:, 0, 0].mean().abs()) < 5 / points**0.5
+    share = float((firsts[:, 0] > 0).float().mean())
+    assert abs(share - 0.5) < 5 * 0.5 / (3 * points) ** 0.5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rademacher_values_are_signs(size: int) -> None:
+    z = fill("rademacher", 50, size, generator(4))
+    assert z.shape == (50, size)
+    assert set(z.flatten().tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_global_random_state_is_not_touched(kind: str) -> None:
+    before = (torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+    first = all_rows(stream(kind, 20))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert str(np.random.get_state(legacy=False)) == str(before[1])
+    assert random.getstate() == before[2]
+    torch.manual_seed(99)
+    assert torch.equal(all_rows(stream(kind, 20)), first)
+
+
+def test_mix_changes_half_of_the_bits() -> None:
+    flips = []
+    for value in range(64):
+        here = mix(value, 5)
+        flips += [(here ^ mix(value ^ (1 << bit), 5)).bit_count() for bit in range(64)]
+    mean = sum(flips) / len(flips)
+    assert abs(mean - 32) < 5 * 4 / len(flips) ** 0.5
+    assert min(flips) > 8
+
+
+def test_mix_tells_all_small_keys_apart() -> None:
+    keys = {mix(a, b, c) >> 32 for a in range(-3, 3) for b in range(20) for c in range(20)}
+    assert len(keys) == 6 * 20 * 20
+    assert len({mix(), mix(0), mix(0, 0), mix(1, 0), mix(0, 1)}) == 5
+    assert 0 <= mix(-1, 2**70) < 2**64
