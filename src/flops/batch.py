@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -20,71 +21,89 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Shared:
-    """Marks an input tensor that all points share, so that it is never cut into rows.
+    """Marks an input or target that all points share, so that it is never cut into rows.
 
     Needed only if its first size happens to equal the batch size, for example ten class
     prompts given to CLIP beside ten images: ``{"input_ids": Shared(prompts), ...}``.
     """
 
-    tensor: Tensor
+    tensor: Any
 
 
 class Batch:
     """Inputs and targets of B points, and how to run any choice of rows of them.
 
+    Tensors and arrays whose first size is B, and lists of B Python objects, are cut into rows;
+    the rest is passed as it is. B is the first size found in the targets, then in the inputs.
+
     Args:
         inputs: A tensor (``model(x)``), a tuple (``model(*x)``) or a mapping (``model(**x)``).
-        targets: Anything ``loss_fn`` takes. Tensors whose first size is B are cut into rows,
-            and so is a plain list of B objects; the rest is passed as it is.
+        targets: Anything ``loss_fn`` takes.
         loss_fn: ``losses = loss_fn(outputs, targets)``, one loss per row.
+
+    Raises:
+        BatchError: If the batch is empty, or inputs and targets are not of one size.
     """
 
     def __init__(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> None:
-        args, kwargs = _arguments(inputs)
         self._loss_fn = loss_fn
-        self._leaves, self._spec = tree_flatten((args, kwargs))
-        self._targets, self._target_spec = _flatten_targets(targets)
+        self._leaves, self._spec = _flatten(_arguments(inputs))
+        self._targets, self._target_spec = _flatten(targets)
+        if len(self._targets) == 1 and isinstance(self._targets[0], Mapping):
+            # A BatchEncoding, which the tree does not open.
+            self._targets, self._target_spec = _flatten(dict(self._targets[0]))
         self.size = self._batch_size()
 
     def _batch_size(self) -> int:
-        for leaf in [*self._targets, *self._leaves]:
-            if isinstance(leaf, Tensor) and leaf.dim() > 0:
-                if leaf.size(0) == 0:
-                    raise BatchError("the batch is empty: a tensor with first size 0 was given")
-                return leaf.size(0)
-            if isinstance(leaf, _Objects):
-                return len(leaf.items)
-        raise BatchError("no tensor with a batch axis in the inputs or the targets")
+        tensors_first = sorted(self._leaves, key=lambda leaf: isinstance(leaf, list))
+        inputs = [n for n in map(_length, tensors_first) if n is not None]
+        targets = [n for n in map(_length, self._targets) if n is not None]
+        if not inputs + targets:
+            raise BatchError(
+                "no tensor with a batch axis in the inputs or the targets; give each point a row"
+            )
+        size = (targets + inputs)[0]
+        if size == 0:
+            raise BatchError("the batch is empty: a tensor or list with first size 0 was given")
+        if inputs and size not in inputs:
+            raise BatchError(
+                f"the targets have {size} points, but the first sizes of the inputs are {inputs}; "
+                "give one row per point in both, and mark what all points share with flops.Shared"
+            )
+        return size
 
     def signature(self) -> tuple[Any, ...]:
         """What the structure of a forward pass may depend on: shapes and types, but for B."""
         shapes: list[tuple[Any, ...]] = []
         for leaf in self._leaves:
-            if isinstance(leaf, Shared):
-                shapes.append(("shared", tuple(leaf.tensor.shape), leaf.tensor.dtype))
-            elif isinstance(leaf, Tensor):
-                cut = 1 if self._has_batch_axis(leaf) else 0
-                shapes.append((cut, tuple(leaf.shape[cut:]), leaf.dtype))
+            value = leaf.tensor if isinstance(leaf, Shared) else leaf
+            cut = 1 if self._is_cut(leaf) else 0
+            if isinstance(value, Tensor | np.ndarray):
+                shapes.append((type(leaf), cut, tuple(value.shape[cut:]), value.dtype))
             else:
-                shapes.append(("constant", repr(leaf)))
+                shapes.append((type(leaf), cut, None if cut else repr(value)))
         return (str(self._spec), tuple(shapes))
 
-    def _has_batch_axis(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == self.size
+    def _is_cut(self, leaf: Any) -> bool:
+        return _length(leaf) == self.size
 
     def _rows(self, leaf: Any, rows: Tensor | None) -> Any:
         if isinstance(leaf, Shared):
             return leaf.tensor
-        if rows is None:
-            return leaf.items if isinstance(leaf, _Objects) else leaf
-        if isinstance(leaf, _Objects):
-            return [leaf.items[i] for i in rows.tolist()]
-        if self._has_batch_axis(leaf):
+        if rows is None or not self._is_cut(leaf):
+            return leaf
+        if isinstance(leaf, Tensor):
             return leaf.index_select(0, rows.to(leaf.device))
-        return leaf
+        if isinstance(leaf, np.ndarray):
+            return leaf[rows.numpy()]
+        return [leaf[i] for i in rows.tolist()]
 
     def losses(self, model: nn.Module, rows: Tensor | None = None) -> Tensor:
-        """One loss per row: the rows' points through the model and the loss, fp32 or wider."""
+        """One loss per row: the rows' points through the model and the loss, fp32 or wider.
+
+        Raises:
+            BatchError: If the loss function returns anything but one loss per row.
+        """
         args, kwargs = self.arguments(rows)
         outputs = model(*args, **kwargs)
         targets = tree_unflatten(
@@ -93,11 +112,11 @@ class Batch:
         losses = self._loss_fn(outputs, targets)
         count = self.size if rows is None else len(rows)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (count,):
-            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
             raise BatchError(
-                f"the loss function must return one loss per point, shape ({count},), but "
-                f'returned {got}. Use reduction="none", and average a per-token loss over the '
-                "tokens of each point."
+                f"the loss function must return one loss per point, a tensor of shape (B,), but "
+                f'returned {got[:80]} for {count} points. Use reduction="none", and average a '
+                "per-token loss over the tokens of each point."
             )
         if not losses.is_floating_point():
             losses = losses.double()
@@ -109,15 +128,8 @@ class Batch:
         return args, kwargs
 
 
-@dataclass(frozen=True)
-class _Objects:
-    """A list of one Python object per point; wrapped so that the tree does not open it."""
-
-    items: list[Any]
-
-
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Tensor | Shared):
+    if isinstance(inputs, Tensor | np.ndarray | Shared):
         return (inputs,), {}
     if isinstance(inputs, tuple):
         return inputs, {}
@@ -125,11 +137,20 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(inputs)
     raise BatchError(
         f"inputs must be a tensor, a tuple (model(*inputs)) or a dict (model(**inputs)), "
-        f"not {type(inputs).__name__}"
+        f"not {type(inputs).__name__}; give a list of objects as (objects,)"
     )
 
 
-def _flatten_targets(targets: Any) -> tuple[list[Any], TreeSpec]:
-    if isinstance(targets, list) and not any(isinstance(item, Tensor) for item in targets):
-        targets = _Objects(targets)
-    return tree_flatten(targets)
+def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves of a tree, in which a list without tensors is one leaf: an object for each point."""
+    return tree_flatten(
+        tree,
+        is_leaf=lambda x: isinstance(x, list) and not any(isinstance(i, Tensor) for i in x),
+    )
+
+
+def _length(leaf: Any) -> int | None:
+    """First size of what can be cut into rows."""
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.shape[0] if leaf.ndim else None
+    return len(leaf) if isinstance(leaf, list) else None
