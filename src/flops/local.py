@@ -52,6 +52,7 @@ def local_products(
     points: Tensor,
     targets: Sequence[LocalTarget],
     deltas: Mapping[int, Mapping[int, Tensor]],
+    places: Tensor | None = None,
 ) -> Gradients:
     """Sum over the points of D_theta phi^T delta, for each target.
 
@@ -63,6 +64,7 @@ def local_products(
         targets: Targets in the order in which they end.
         deltas: By the number of a target's last call and the position of a tensor in its output:
             the gradient of the loss with respect to that tensor, for these points.
+        places: Positions of the points in the record, if not the points themselves.
     """
     total: Gradients = {}
     around: dict[int, Action] = {}
@@ -73,10 +75,17 @@ def local_products(
         around[target.last] = _product(target, deltas[target.last], total, target.last == final)
     with torch.no_grad():
         try:
-            passes.run(prefix, record, points, around=around)
+            passes.run(prefix, record, points, around=around, places=places)
         except Leave:
             return total
     raise CoverageError(f"target '{targets[-1].name}' did not run in the local pass")
+
+
+def _fitted(delta: Tensor, out: Tensor) -> Tensor:
+    """Delta in the shape of the output; points that share an output have their deltas summed."""
+    if delta.numel() != out.numel():
+        delta = delta.sum(0)
+    return delta.to(out.dtype).reshape(out.shape)
 
 
 def _detached(tree: Any) -> Any:
@@ -106,7 +115,7 @@ def _product(
         gradients = torch.autograd.grad(
             [out for out, _ in pairs],
             target.parameters,
-            [delta.to(out.dtype).reshape(out.shape) for out, delta in pairs],
+            [_fitted(delta, out) for out, delta in pairs],
             allow_unused=True,
         )
         found = zip(target.parameters, gradients, strict=True)

@@ -47,7 +47,10 @@ class Leaf:
 
 @dataclass
 class Call:
-    """One call of one module: when it started and ended, what it cost and returned."""
+    """One call of one module: when it started and ended, what it cost, took and returned.
+
+    It is ``rowwise`` if no tensor that it takes or returns folds the batch into another axis.
+    """
 
     number: int
     name: str
@@ -57,7 +60,9 @@ class Call:
     work: float = 0.0
     spec: TreeSpec | None = None
     leaves: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
     replayable: bool = True
+    rowwise: bool = True
     mutated: bool = False
 
     @property
@@ -91,6 +96,7 @@ class Structure:
         self.outputs = outputs  # by call number, of the pass with MORE rows; freed after binding
         self.rows = torch.empty(0)
         self.losses = torch.empty(0)
+        self.rounding = 0.0  # how far the losses of the two passes lie apart
         self._by_name: dict[str, list[Call]] = defaultdict(list)
         for call in self.calls:
             self._by_name[call.name].append(call)
@@ -133,6 +139,7 @@ def inspect(
     _check_independent(losses_few, losses[:FEW])
     structure = _merge(few, more, uses, work.total)
     structure.rows, structure.losses = rows, losses
+    structure.rounding = float((losses_few - losses[:FEW]).abs().max())
     return structure
 
 
@@ -165,11 +172,12 @@ class _Recorder:
             call = Call(len(self.calls), name, parent, self._tick())
             self.calls.append(call)
             self.active.append(call)
-            given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-            before = [x._version for x in given]
+            given = tree_flatten((args, kwargs))[0]
+            call.inputs = [x if isinstance(x, Leaf) else None for x in _describe(given)]
+            before = [_version(x) for x in given]
             out = forward(*args, **kwargs)
             # A module that writes into its input must run again: replaying it would not.
-            if any(x._version != v for x, v in zip(given, before, strict=True)):
+            if [_version(x) for x in given] != before:
                 call.replayable = False
             self.active.pop()
             call.end = self._tick()
@@ -195,13 +203,10 @@ class _Recorder:
         leaves, call.spec = tree_flatten(out)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                self._versions.append((call, leaf, leaf._version))
+                self._versions.append((call, leaf, _version(leaf)))
             elif not isinstance(leaf, _CONSTANTS):
                 call.replayable = False
-        call.leaves = [
-            Leaf(tuple(x.shape), None, x.dtype, x.device) if isinstance(x, Tensor) else x
-            for x in leaves
-        ]
+        call.leaves = _describe(leaves)
         if self._keep:
             cloned = call.number in self._clone
             self.outputs[call.number] = [
@@ -211,8 +216,20 @@ class _Recorder:
     def close(self) -> None:
         """Find the outputs that somebody wrote into later, and let go of the tensors."""
         for call, tensor, version in self._versions:
-            call.mutated = call.mutated or tensor._version != version
+            call.mutated = call.mutated or _version(tensor) != version
         self._versions.clear()
+
+
+def _version(x: Any) -> int:
+    """How often a tensor was written to; inference tensors do not count that."""
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _describe(leaves: Sequence[Any]) -> list[Any]:
+    return [
+        Leaf(tuple(x.shape), None, x.dtype, x.device) if isinstance(x, Tensor) else x
+        for x in leaves
+    ]
 
 
 def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use], work: float) -> Structure:
@@ -242,6 +259,10 @@ def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use], work: float) ->
         if call.replayable or len(call.leaves) == len(other.leaves):
             pairs = zip(call.leaves, other.leaves, strict=True)
             call.leaves = [_with_axis(a, b) for a, b in pairs]
+        alike = len(call.leaves) == len(other.leaves) and len(call.inputs) == len(other.inputs)
+        call.inputs = [_with_axis(a, b) for a, b in zip(call.inputs, other.inputs, strict=False)]
+        ends = [x for x in [*call.inputs, *call.leaves] if isinstance(x, Leaf)]
+        call.rowwise = alike and all(leaf.axis != FOLDED for leaf in ends)
         call.replayable &= all(leaf.axis != FOLDED for _, leaf in call.tensors)
         calls.append(call)
     kept = [

@@ -3,10 +3,11 @@
 Matrices (Linear, Conv, Embedding) get rank-one sign noise a b^T, whose entries are signs with
 E[z z^T] = I: then x (W + sigma a b^T)^T = x W^T + sigma (x b) a^T. Vectors (biases, norms) get
 independent signs. Modules of other types are run row by row in one vectorised call (``vmap``)
-with their parameters expanded.
+with their parameters expanded, or in a loop where they cannot be vectorised.
 
 Each function adds the effect of the noise to the module's own output. Signs and sigma are
-already multiplied into ``a`` and into the vectors.
+already multiplied into ``a`` and into the vectors. Where the batch axis is, the structure of the
+call says and not a size that happens to match.
 """
 
 from __future__ import annotations
@@ -19,25 +20,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flops.errors import FlopsError
 from flops.script import Forward
+from flops.structure import Call, Leaf
 
 RankOne = tuple[Tensor, Tensor]  # a (R, out), b (R, rest)
 RowNoise = Mapping[str, RankOne | Tensor]
 _TENSOR = object()
-Thin = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any], RowNoise], Any]
+Thin = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any], RowNoise, Call], Any]
 
 
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Tensor:
+def _axis(leaf: Leaf, value: Tensor, rows: int) -> int | None:
+    """The batch axis, also of a value without one that was spread over the rows since."""
+    spread = leaf.axis is None and leaf.shape[:1] == (1,) and value.shape[:1] == (rows,)
+    return 0 if spread else leaf.axis
+
+
+def batch_first(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, call: Call) -> Tensor:
+    """The module's input with the batch first."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    if x.size(0) == 1 and rows > 1:  # shared by all rows (a table of positions): now it differs
-        x = x.expand(rows, *x.shape[1:])
-    if x.size(0) != rows:
-        raise FlopsError(
-            f"independent parameter noise needs the batch as first axis, but a module got an "
-            f"input of shape {tuple(x.shape)} for {rows} rows; use shared=True for this group"
-        )
-    return x
+    axis = _axis(call.inputs[0], x, rows)
+    if axis is None:  # shared by all rows (a table of positions): now it differs
+        return x.expand(rows, *x.shape[1:])
+    return x.movedim(axis, 0)
+
+
+def _output(y: Tensor, call: Call) -> Tensor:
+    return y.movedim(0, call.leaves[0].axis or 0)
 
 
 def _rows(noise: RowNoise) -> int:
@@ -51,21 +59,25 @@ def _vector(v: Any, y: Tensor, trailing: int) -> Tensor:
     return v.reshape(len(v), *[1] * middle, -1, *[1] * trailing)  # type: ignore[no-any-return]
 
 
-def linear(module: nn.Linear, forward: Forward, args: Any, kwargs: Any, noise: RowNoise) -> Tensor:
+def linear(
+    module: nn.Linear, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
+) -> Tensor:
     """Y + (x b) a^T + bias noise."""
-    x = _input(args, kwargs, _rows(noise))
+    x = batch_first(args, kwargs, _rows(noise), call)
     y: Tensor = forward(x)
     if "weight" in noise:
         a, b = noise["weight"]
         along = torch.bmm(x.reshape(len(x), -1, x.size(-1)), b.unsqueeze(2))  # (R, n, 1)
         flat = y.reshape(len(y), -1, y.size(-1))
         y = torch.baddbmm(flat, along, a.unsqueeze(1)).view(y.shape)
-    return y + _vector(noise["bias"], y, 0) if "bias" in noise else y
+    return _output(y + _vector(noise["bias"], y, 0) if "bias" in noise else y, call)
 
 
-def convolution(module: Any, forward: Forward, args: Any, kwargs: Any, noise: RowNoise) -> Tensor:
+def convolution(
+    module: Any, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
+) -> Tensor:
     """Y + a (x * b): one output channel per row and convolution group, then spread by a."""
-    x = _input(args, kwargs, _rows(noise))
+    x = batch_first(args, kwargs, _rows(noise), call)
     y: Tensor = forward(x)
     space = y.dim() - 2
     if "weight" in noise:
@@ -85,24 +97,26 @@ def convolution(module: Any, forward: Forward, args: Any, kwargs: Any, noise: Ro
             padding,
             module.dilation,
             len(x) * module.groups,
-        ).view(len(x), module.groups, *y.shape[2:])
+        ).reshape(len(x), module.groups, *y.shape[2:])
         along = along.repeat_interleave(module.out_channels // module.groups, 1)
         y = torch.addcmul(y, along, _vector(a, y, space))
     return y + _vector(noise["bias"], y, space) if "bias" in noise else y
 
 
 def layer_norm(
-    module: nn.LayerNorm, forward: Forward, args: Any, kwargs: Any, noise: RowNoise
+    module: nn.LayerNorm, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
 ) -> Tensor:
     """Y + weight noise * normalised x + bias noise."""
-    x = _input(args, kwargs, _rows(noise))
+    x = batch_first(args, kwargs, _rows(noise), call)
     y: Tensor = forward(x)
     shape = tuple(module.normalized_shape)
     lead = [1] * (y.dim() - 1 - len(shape))
     if "weight" in noise:
         normal = F.layer_norm(x, shape, eps=module.eps)
         y = torch.addcmul(y, normal, _as(noise["weight"]).reshape(len(x), *lead, *shape))
-    return y + _as(noise["bias"]).reshape(len(x), *lead, *shape) if "bias" in noise else y
+    if "bias" in noise:
+        y = y + _as(noise["bias"]).reshape(len(x), *lead, *shape)
+    return _output(y, call)
 
 
 def _as(noise: RankOne | Tensor) -> Tensor:
@@ -111,52 +125,70 @@ def _as(noise: RankOne | Tensor) -> Tensor:
 
 
 def embedding(
-    module: nn.Embedding, forward: Forward, args: Any, kwargs: Any, noise: RowNoise
+    module: nn.Embedding, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
 ) -> Tensor:
-    """Y + a[token] b: a has been set to zero for padding and unused tokens by `used_tokens`."""
-    ids = _input(args, kwargs, _rows(noise))
+    """Y + a[token] b; a is zero for padding, which does not learn."""
+    ids = batch_first(args, kwargs, _rows(noise), call)
     y: Tensor = forward(ids)
     a, b = noise["weight"]
     along = a.gather(1, ids.reshape(len(ids), -1)).view(ids.shape)
-    return torch.addcmul(y, along.unsqueeze(-1), _vector(b, y, 0))
+    return _output(torch.addcmul(y, along.unsqueeze(-1), _vector(b, y, 0)), call)
 
 
-def generic(module: nn.Module, forward: Forward, args: Any, kwargs: Any, noise: RowNoise) -> Any:
-    """The module on single rows, vectorised, each row with its own parameters."""
+def generic(
+    module: nn.Module, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
+) -> Any:
+    """The module on single rows, each with its own parameters; vectorised if that is possible."""
     rows = _rows(noise)
     values, spec = tree_flatten((args, kwargs))
-    batched = [isinstance(v, Tensor) and v.dim() > 0 and v.size(0) == rows for v in values]
-    moving = tuple(v for v, b in zip(values, batched, strict=True) if b)
+    axes = [
+        _axis(leaf, v, rows) if leaf is not None else None
+        for leaf, v in zip(call.inputs, values, strict=True)
+    ]
+    out_axes = tuple(leaf.axis or 0 for _, leaf in call.tensors)
+    moving = [(v, axis) for v, axis in zip(values, axes, strict=True) if axis is not None]
     changed = {path: _dense(n, module.get_parameter(path)) for path, n in noise.items()}
-    fixed = {path: module.get_parameter(path) for path in noise}
+    body = _Body(module, forward)
     out_spec: list[Any] = []
 
-    def one(noise_row: dict[str, Tensor], *row: Tensor) -> tuple[Tensor, ...]:
+    def one(shift: dict[str, Tensor], *row: Tensor) -> tuple[Tensor, ...]:
         given = iter(row)
         filled = [
-            next(given).unsqueeze(0) if b else v for v, b in zip(values, batched, strict=True)
+            v if axis is None else next(given).unsqueeze(axis)
+            for v, axis in zip(values, axes, strict=True)
         ]
-        inner_args, inner_kwargs = tree_unflatten(filled, spec)
-        parameters = {path: fixed[path] + noise_row[path] for path in fixed}
-        out = torch.func.functional_call(module, parameters, inner_args, inner_kwargs)
+        parameters = {f"module.{p}": module.get_parameter(p) + shift[p] for p in shift}
+        arguments = tree_unflatten(filled, spec)
+        # Tied parameters have noise of their own at each of their places.
+        out = torch.func.functional_call(body, parameters, arguments, tie_weights=False)
         leaves, leaf_spec = tree_flatten(out)
         out_spec[:] = [leaf_spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]]
-        return tuple(x.squeeze(0) for x in leaves if isinstance(x, Tensor))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        return tuple(x.squeeze(axis) for x, axis in zip(tensors, out_axes, strict=True))
 
-    scripted = module.__dict__.pop("forward")  # functional_call must reach the module's own code
-    if getattr(forward, "__self__", None) is not module:
-        module.__dict__["forward"] = forward
     try:
-        tensors = iter(torch.func.vmap(one)(changed, *moving))
-    except Exception as error:
-        raise FlopsError(
-            f"{type(module).__name__} cannot be run with parameters of its own for every row "
-            f"({error}); use shared=True for its group"
-        ) from error
-    finally:
-        module.__dict__["forward"] = scripted
+        run = torch.func.vmap(one, (0, *(axis for _, axis in moving)), out_axes)
+        tensors = iter(run(changed, *(v for v, _ in moving)))
+    except Exception:  # recurrent kernels, numpy, control flow that reads the data
+        singles = [
+            one({p: c[r] for p, c in changed.items()}, *(v.select(a, r) for v, a in moving))
+            for r in range(rows)
+        ]
+        parts = zip(zip(*singles, strict=True), out_axes, strict=True)
+        tensors = iter([torch.stack(part, axis) for part, axis in parts])
     leaf_spec, constants = out_spec
     return tree_unflatten([next(tensors) if c is _TENSOR else c for c in constants], leaf_spec)
+
+
+class _Body(nn.Module):
+    """A module's own forward without its hooks, which already run around this call."""
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.module, self._forward = module, forward
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._forward(*args, **kwargs)
 
 
 def _dense(noise: RankOne | Tensor, parameter: nn.Parameter) -> Tensor:
@@ -188,7 +220,10 @@ def is_rank_one(module: nn.Module, parameter: nn.Parameter) -> bool:
 def used_tokens(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Mask (R, V) of the rows of the table that a row of tokens reads; the rest has no gradient."""
     mask = torch.zeros(len(ids), module.num_embeddings, device=ids.device)
-    mask.scatter_(1, ids.reshape(len(ids), -1), 1.0)
-    if module.padding_idx is not None:
-        mask[:, module.padding_idx] = 0.0
-    return mask
+    return mask.scatter_(1, ids.reshape(len(ids), -1), 1.0)
+
+
+def padding_row(module: nn.Module, path: str) -> int | None:
+    """The row of a parameter that never learns: an embedding's padding."""
+    owner = module.get_submodule(path.rpartition(".")[0])
+    return owner.padding_idx if isinstance(owner, nn.Embedding) else None

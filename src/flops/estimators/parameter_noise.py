@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
 from flops.local import Gradients
 from flops.noise import NoiseStream, fill, generator
@@ -25,7 +27,8 @@ from flops.plan import Rows
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.script import Action, Forward
-from flops.thin import THIN, RowNoise, is_rank_one, thin_of, used_tokens
+from flops.structure import Call, Structure
+from flops.thin import THIN, RowNoise, batch_first, is_rank_one, padding_row, thin_of, used_tokens
 from flops.units import Unit, Units, find_units
 
 Baseline = Literal["clean", "antithetic", "none"]
@@ -76,8 +79,10 @@ class ParameterNoise:
 
     def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Units:
         """Find the calls around which the parameters are perturbed."""
-        splits = () if self.shared else tuple(THIN)
-        return find_units(group, passes, reuse, splits)
+        units = find_units(group, passes, reuse, () if self.shared else tuple(THIN))
+        if not self.shared:
+            _check_rows(group.name, units, passes)
+        return units
 
     def estimate(self, binding: Units, queries: Queries) -> Estimate:
         """Run the queries and sum slope * noise."""
@@ -118,7 +123,7 @@ def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate
         slopes.append(w)
         for number, unit in enumerate(units.units):
             for place, parameter in enumerate(unit.parameters.values()):
-                z = _draw(options, queries, draw, number, place, parameter)
+                z = _draw(options, queries, draw, number, place, unit)
                 if parameter not in gradients:
                     gradients[parameter] = torch.zeros_like(parameter)
                 gradients[parameter].add_(z, alpha=float(w) / draws)
@@ -126,15 +131,14 @@ def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate
 
 
 def _draw(
-    options: ParameterNoise,
-    queries: Queries,
-    draw: int,
-    unit: int,
-    place: int,
-    parameter: nn.Parameter,
+    options: ParameterNoise, queries: Queries, draw: int, number: int, place: int, unit: Unit
 ) -> Tensor:
-    source = generator(*queries.key, draw, unit, place)
+    path, parameter = list(unit.parameters.items())[place]
+    source = generator(*queries.key, draw, number, place)
     z = fill(options.noise, 1, parameter.numel(), source).view(parameter.shape)
+    padding = padding_row(unit.module, path)
+    if padding is not None:
+        z[padding] = 0
     return z.to(parameter.device, parameter.dtype)
 
 
@@ -155,7 +159,7 @@ def _shift(
         saved = [(p, p.data) for p in unit.parameters.values()]
         try:
             for place, (parameter, data) in enumerate(saved):
-                z = _draw(options, queries, draw, number, place, parameter)
+                z = _draw(options, queries, draw, number, place, unit)
                 parameter.data = z.mul_(sign * options.sigma).add_(data)
             return forward(*args, **kwargs)
         finally:
@@ -180,10 +184,19 @@ class _Entry:
     rest: int
 
     def cut(self, z: Tensor) -> Any:
-        a = z[:, self.offset : self.offset + self.out]
+        middle = self.offset + self.out
+        z = z.to(self.parameter.device)
+        a = z[:, self.offset : middle]
         if not self.rest:
             return a
-        return a, z[:, self.offset + self.out : self.offset + self.out + self.rest]
+        padding = padding_row(self.unit.module, self.path)
+        if padding is not None:
+            a = a.index_fill(1, torch.tensor([padding], device=a.device), 0)
+        return a, z[:, middle : middle + self.rest]
+
+    def noise(self, z: Tensor) -> Any:
+        """Cut, in the precision of the parameter."""
+        return tree_map(lambda part: part.to(self.parameter.dtype), self.cut(z))
 
 
 def _layout(units: Units) -> tuple[list[_Entry], int]:
@@ -205,7 +218,10 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
         factor[entry.offset + entry.out : entry.offset + entry.out + entry.rest] = 0
     dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
     device = entries[0].parameter.device
-    gradients = {e.parameter: torch.zeros_like(e.parameter, dtype=dtype) for e in entries}
+    gradients = {
+        e.parameter: torch.zeros(e.parameter.shape, dtype=dtype, device=e.parameter.device)
+        for e in entries
+    }
     draws = (queries.counts // options.unit).tolist()
     stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
     slopes, points = [], []
@@ -214,7 +230,8 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
         at = rows.points[once]
         z = stream.rows(at, rows.draws[once]).to(device, dtype)  # (draws, size)
         seen: dict[str, Tensor] = {}
-        around = _perturb_rows(entries, _scaled(z, rows, factor, options), seen)
+        scaled = _scaled(z, rows, factor, options)
+        around = _perturb_rows(units.structure, entries, scaled, seen)
         losses = queries.run(units.prefix, rows.points, around=around).cpu()
         w = _slopes(options, losses, queries.losses[rows.points].cpu()).to(dtype)
         weighted = (rows.weights[once].to(dtype) * w / queries.size).to(device)
@@ -235,35 +252,50 @@ def _scaled(z: Tensor, rows: Rows, factor: Tensor, options: ParameterNoise) -> T
 
 
 def _perturb_rows(
-    entries: list[_Entry], noise: Tensor, seen: dict[str, Tensor]
+    structure: Structure, entries: list[_Entry], noise: Tensor, seen: dict[str, Tensor]
 ) -> dict[int, Action]:
     around: dict[int, Action] = {}
     for unit in {entry.unit.name: entry.unit for entry in entries}.values():
-        parts = {e.path: e.cut(noise) for e in entries if e.unit is unit}
-        around.update(dict.fromkeys(unit.calls, _thin_action(unit, parts, seen)))
+        parts = {e.path: e.noise(noise) for e in entries if e.unit is unit}
+        for number in unit.calls:
+            around[number] = _thin_action(unit, structure.calls[number], parts, seen)
     return around
 
 
-def _thin_action(unit: Unit, parts: RowNoise, seen: dict[str, Tensor]) -> Action:
+def _thin_action(unit: Unit, call: Call, parts: RowNoise, seen: dict[str, Tensor]) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        noise = parts
         if type(unit.module) is nn.Embedding:
-            a, b = parts["weight"]
-            ids = args[0] if args else kwargs["input"]
-            mask = used_tokens(unit.module, ids.expand(len(a), *ids.shape[1:])).to(a)
+            a, _ = parts["weight"]
+            mask = used_tokens(unit.module, batch_first(args, kwargs, len(a), call)).to(a)
             seen[unit.name] = torch.maximum(seen.get(unit.name, mask), mask)
-            noise = {"weight": (a * mask, b)}
-        return thin_of(unit.module)(unit.module, forward, args, kwargs, noise)
+        return thin_of(unit.module)(unit.module, forward, args, kwargs, parts, call)
 
     return action
+
+
+def _check_rows(group: str, units: Units, passes: Passes) -> None:
+    """A table that all points share is spread over the rows, if the model keeps them apart."""
+    calls = [units.structure.calls[number] for unit in units.units for number in unit.calls]
+    tables = {c.name for c in calls if any(leaf.axis is None for _, leaf in c.tensors)}
+    entries, size = _layout(units)
+
+    def perturb(scale: Tensor) -> dict[str, Any]:
+        noise = fill("rademacher", len(scale), size, generator(0)) * scale.unsqueeze(1)
+        return {"around": _perturb_rows(units.structure, entries, noise / 10, {})}
+
+    if tables and not passes.rows_apart(units.prefix, perturb):
+        raise CoverageError(
+            f"group '{group}': the output of {sorted(tables)} has no batch axis, and the model "
+            "does not take one, so it cannot be perturbed point by point; use shared=True"
+        )
 
 
 def _add(total: Tensor, entry: _Entry, z: Tensor, weighted: Tensor, used: Tensor | None) -> None:
     noise = entry.cut(z)
     if not entry.rest:
-        total.view(-1).add_(weighted @ noise)
+        total.view(-1).add_(weighted.to(noise) @ noise)
         return
     a, b = noise
     if used is not None:
         a = a * used
-    total.view(entry.out, entry.rest).addmm_((a * weighted.unsqueeze(1)).T, b)
+    total.view(entry.out, entry.rest).addmm_((a * weighted.to(a).unsqueeze(1)).T, b)
