@@ -148,7 +148,7 @@ class Queries:
             points = torch.arange(begin, end)
             part = {
                 number: {
-                    i: delta[begin:end].movedim(0, calls[number].leaves[i].axis)
+                    i: delta[begin:end].movedim(0, calls[number].leaves[i].axis or 0)
                     for i, delta in by_leaf.items()
                 }
                 for number, by_leaf in deltas.items()
