@@ -5,7 +5,7 @@ A *row* is one pass of one point; the same point fills as many rows as it has qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,3 +154,24 @@ def _length(leaf: Any) -> int | None:
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None
     return len(leaf) if isinstance(leaf, list) else None
+
+
+def positions(index: Tensor | Sequence[int] | None, size: int) -> Tensor | None:
+    """The points' positions in the data set, as a checked tensor.
+
+    Raises:
+        BatchError: If they are not one integer for each point, all different.
+    """
+    if index is None:
+        return None
+    places = torch.as_tensor(index).cpu()
+    if places.dim() != 1 or places.dtype not in (torch.int64, torch.int32):
+        raise BatchError(
+            f"index must be one integer per point, not {places.dtype} of shape "
+            f"{tuple(places.shape)}"
+        )
+    if len(places) != size:
+        raise BatchError(f"index has {len(places)} entries for {size} points")
+    if len(places.unique()) != size:
+        raise BatchError("index names a point twice: its rows would share their noise")
+    return places

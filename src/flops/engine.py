@@ -7,6 +7,7 @@ and only then ``.grad``; so an error anywhere leaves parameters and gradients as
 from __future__ import annotations
 
 import copy
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 from flops.allocators.base import Allocator, Signal
 from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
-from flops.batch import Batch, LossFunction
-from flops.errors import BatchError, CoverageError, QueryError
+from flops.batch import Batch, LossFunction, positions
+from flops.errors import BatchError, CoverageError, FlopsError, QueryError
 from flops.estimators.base import Binding
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.groups import Group, ResolvedGroup, resolve
 from flops.guards import (
+    Buffers,
     RandomState,
+    check_counts,
     check_deterministic,
     check_finite,
     check_modes,
@@ -89,13 +92,15 @@ class ForwardGradient:
 
     Raises:
         CoverageError: If groups, targets and trainable parameters do not fit together.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If the chunk is too small.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: LossFunction,
-        groups: Sequence[Group] | None = None,
+        groups: Group | Sequence[Group] | None = None,
         allocator: Allocator | None = None,
         embedding: nn.Module | str | None = None,
         seed: int = 0,
@@ -104,8 +109,13 @@ class ForwardGradient:
     ) -> None:
         if chunk is not None and chunk < 2:
             raise ValueError(f"chunk must be at least 2 rows, not {chunk}")
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of (outputs, targets), not {loss_fn!r}")
+        if isinstance(allocator, type) or not isinstance(allocator, Allocator | None):
+            raise TypeError(f"allocator must be an allocator like Equal(), not {allocator!r}")
         self.model = unwrap(model)
-        self.loss_fn, self.embedding, self.seed, self.reuse = loss_fn, embedding, seed, reuse
+        self.loss_fn, self.embedding, self.reuse = loss_fn, embedding, reuse
+        self.seed = operator.index(seed)
         self.chunk = chunk or DEFAULT_CHUNK
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
         if groups is None:
@@ -115,6 +125,7 @@ class ForwardGradient:
         self.memory: dict[str, dict[str, Any]] = {group.name: {} for group in self.groups}
         self.step = 0
         self._layouts: dict[Any, _Layout] = {}
+        self._trainable = self._named_trainable()
 
     def estimate(
         self, inputs: Any, targets: Any = None, *, index: Tensor | Sequence[int] | None = None
@@ -133,8 +144,11 @@ class ForwardGradient:
             FlopsError: With parameters, gradients, hooks and random state as before.
         """
         started = time.perf_counter()
+        if torch.is_inference_mode_enabled():
+            raise FlopsError("call estimate outside of torch.inference_mode: it makes gradients")
         batch = Batch(inputs, targets, self.loss_fn)
-        ids = _ids(index, batch.size)
+        places = positions(index, batch.size)
+        ids: list[int] = torch.arange(batch.size).tolist() if places is None else places.tolist()
         check_modes(self.modules)
         state = RandomState()
         ledger = Ledger()
@@ -147,7 +161,7 @@ class ForwardGradient:
                     losses, record = passes.clean(layout.needed)
                 check_deterministic(state, self.modules)
                 check_finite(losses, "the clean pass")
-                counts = self._allocate(losses, index)
+                counts = self._allocate(losses, places)
                 estimates = []
                 for number, (group, binding) in enumerate(
                     zip(self.groups, layout.bindings, strict=True)
@@ -169,11 +183,8 @@ class ForwardGradient:
                 check_deterministic(state, self.modules)
         finally:
             state.restore()
-        self._commit(estimates)
-        self.memory = memory
-        self.step += 1
-        named = list(zip(self.groups, estimates, strict=True))
-        return StepReport(
+        named = zip(self.groups, estimates, strict=True)
+        report = StepReport(
             loss=float(losses.mean()),
             queries=ledger.rows,
             forward_equivalents=ForwardEquivalents(
@@ -183,23 +194,49 @@ class ForwardGradient:
             snr={group.name: signal_to_noise(e, batch.size) for group, e in named},
             seconds=time.perf_counter() - started,
         )
+        # Nothing is written before this line, so that whatever fails leaves all as it was.
+        self._commit(estimates)
+        self.memory = memory
+        self.step += 1
+        return report
 
     def _layout(self, batch: Batch, state: RandomState) -> tuple[_Layout, int]:
         """The structure for this kind of input, and how many rows it took to find out."""
-        trainable = {id(p): n for n, p in self.model.named_parameters() if p.requires_grad}
+        trainable = self._named_trainable()
+        if trainable != self._trainable:
+            changed = {n for _, n in trainable.items() ^ self._trainable.items()}
+            raise CoverageError(
+                f"parameters were frozen, unfrozen or replaced since this ForwardGradient was "
+                f"made: {sorted(changed)[:5]}. Make a new one, and load the state_dict of this one."
+            )
         modes = tuple(module.training for module in self.modules.values())
-        key = (batch.signature(), modes, tuple(trainable))
+        kinds = tuple((p.dtype, p.device) for p in self.model.parameters())
+        key = (batch.signature(), modes, kinds)
         if key in self._layouts:
             return self._layouts[key], 0
-        with torch.no_grad():
-            structure = inspect(self.model, self.modules, batch, trainable)
+        buffers = Buffers(self.modules)
+        try:
+            with torch.no_grad():
+                structure = inspect(self.model, self.modules, batch, trainable)
+                check_deterministic(state, self.modules)
+                buffers.check()
+                # A trial of what can be reused compares losses, so they must be numbers.
+                check_finite(structure.losses, "the clean pass", structure.rows)
+                passes = Passes(self.model, self.modules, structure, batch)
+                bindings = [g.estimator.bind(g, passes, self.reuse) for g in self.groups]
+        except BatchError:  # losses that differ from pass to pass may have a simpler cause
             check_deterministic(state, self.modules)
-            passes = Passes(self.model, self.modules, structure, batch)
-            bindings = [g.estimator.bind(g, passes, self.reuse) for g in self.groups]
+            buffers.check()
+            raise
+        finally:
+            buffers.restore()
         self._check_uses(structure, bindings, trainable)
         structure.outputs = {}
         self._layouts[key] = _Layout(structure, bindings)
         return self._layouts[key], FEW + MORE + passes.trials * MORE
+
+    def _named_trainable(self) -> dict[int, str]:
+        return {id(p): n for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _check_uses(
         self, structure: Structure, bindings: Sequence[Binding], trainable: Mapping[int, str]
@@ -214,19 +251,23 @@ class ForwardGradient:
                     "give the parameter as Group(parameters=[...], estimator=SPSA(shared=True))."
                 )
 
-    def _allocate(self, losses: Tensor, index: Any) -> dict[str, Tensor]:
+    def _allocate(self, losses: Tensor, index: Tensor | None) -> dict[str, Tensor]:
         counts = {}
         for group in self.groups:
+            if group.estimator.minimum_queries == 0:  # it makes none
+                counts[group.name] = torch.zeros(len(losses), dtype=torch.long)
+                continue
             signal = Signal(
                 losses.detach().cpu(),
                 group.budget(len(losses)),
                 group.estimator.unit,
                 group.estimator.minimum_queries,
                 group.name,
-                None if index is None else torch.as_tensor(index),
+                index,
             )
-            counts[group.name] = self.allocators[group.name].allocate(signal)
-            if group.estimator.shared and len(set(counts[group.name].tolist())) > 1:
+            found = counts[group.name] = self.allocators[group.name].allocate(signal)
+            check_counts(found, signal)
+            if group.estimator.shared and len(set(found.tolist())) > 1:
                 raise QueryError(
                     f"group '{group.name}': its draws are shared by the batch, so every point "
                     "must get the same number of queries; make `queries` a whole number of "
@@ -240,11 +281,12 @@ class ForwardGradient:
             add_gradients(total, estimate.gradients)
         with torch.no_grad():
             for parameter, gradient in total.items():
-                gradient = gradient.to(parameter)
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad.add_(gradient)
+                if parameter.grad is not None:
+                    parameter.grad.add_(gradient.to(parameter))
+                elif gradient.is_sparse:
+                    parameter.grad = gradient.to(parameter).clone()
+                else:  # a copy: autograd may hand out one tensor for two parameters
+                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs beside model and optimizer."""
@@ -268,18 +310,10 @@ class ForwardGradient:
         names = [group.name for group in self.groups]
         if list(state["groups"]) != names:
             raise ValueError(f"state is of groups {list(state['groups'])}, not {names}")
-        self.seed, self.step = int(state["seed"]), int(state["step"])
+        missing = {"seed", "step", "allocators", "memory"} - state.keys()
+        if missing:
+            raise ValueError(f"state lacks {sorted(missing)}; was it made by state_dict()?")
         for name, allocator in self.allocators.items():
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
+        self.seed, self.step = int(state["seed"]), int(state["step"])
         self.memory = copy.deepcopy(dict(state["memory"]))
-
-
-def _ids(index: Tensor | Sequence[int] | None, size: int) -> list[int]:
-    if index is None:
-        return list(range(size))
-    ids = [int(i) for i in index]
-    if len(ids) != size:
-        raise BatchError(f"index has {len(ids)} entries for {size} points")
-    if len(set(ids)) != size:
-        raise BatchError("index names a point twice: its rows would share their noise")
-    return ids

@@ -6,12 +6,13 @@ A module belongs to at most one group; each trainable parameter to at least one.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flops.errors import CoverageError, QueryError
@@ -33,13 +34,25 @@ class Group:
         queries: Mean number of queries per point; the group's budget is queries * B.
         name: Name in reports; by default that of the first target.
         parameters: Instead of targets: parameters that no module owns alone.
+
+    A container that has no forward of its own (a ModuleList, or a slice of one) stands for the
+    modules in it.
     """
 
-    targets: Target | Sequence[Target] = ()
+    targets: Target | Iterable[Target] = ()
     estimator: Estimator | None = None
     queries: float = 20
     name: str | None = None
-    parameters: Sequence[nn.Parameter] = ()
+    parameters: Iterable[nn.Parameter] = ()
+
+    def __post_init__(self) -> None:
+        """Keep what was given as tuples, since generators can be read only once."""
+        one = isinstance(self.targets, nn.Module | str)
+        object.__setattr__(self, "targets", (self.targets,) if one else tuple(self.targets))  # type: ignore[arg-type]
+        one = isinstance(self.parameters, Tensor)
+        object.__setattr__(
+            self, "parameters", (self.parameters,) if one else tuple(self.parameters)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +68,12 @@ class ResolvedGroup:
     def budget(self, size: int) -> int:
         """Queries for a batch, in whole units of the estimator."""
         unit = self.estimator.unit
-        return int(self.queries * size) // unit * unit
+        exact = self.queries * size
+        return int(exact + 1e-9 * exact) // unit * unit  # 1.15 * 100 is 115, not 114.99...
 
 
 def resolve(
-    groups: Sequence[Group], modules: Mapping[str, nn.Module], root: nn.Module
+    groups: Group | Sequence[Group], modules: Mapping[str, nn.Module], root: nn.Module
 ) -> list[ResolvedGroup]:
     """Find the targets in the model and check that groups and parameters fit.
 
@@ -67,6 +81,7 @@ def resolve(
         CoverageError: Unknown or overlapping targets, or trainable parameters in no group.
         QueryError: Fewer queries than the estimator needs.
     """
+    groups = [groups] if isinstance(groups, Group) else list(groups)
     if not groups:
         raise CoverageError("no groups were given; leave groups=None for automatic ones")
     resolved = [_resolve_one(group, number, modules, root) for number, group in enumerate(groups)]
@@ -82,14 +97,19 @@ def resolve(
 def _resolve_one(
     group: Group, number: int, modules: Mapping[str, nn.Module], root: nn.Module
 ) -> ResolvedGroup:
-    if group.estimator is None:
-        raise CoverageError("a Group needs an estimator, for example LikelihoodRatio(sigma=1e-3)")
-    label = group.name or f"group {number}"
+    if not isinstance(group, Group):
+        raise CoverageError(f"groups must be Group(...), not {type(group).__name__}")
+    label = f"group '{group.name}'" if group.name else f"group {number}"
+    estimator = group.estimator
+    if estimator is None or isinstance(estimator, type) or not hasattr(estimator, "estimate"):
+        raise CoverageError(
+            f"{label} needs an estimator, for example LikelihoodRatio(sigma=1e-3), not {estimator}"
+        )
     found: dict[str, nn.Module] = {}
-    given = [group.targets] if isinstance(group.targets, nn.Module | str) else group.targets
-    if bool(given) == bool(group.parameters):
+    targets, given = tuple(group.targets), tuple(group.parameters)  # type: ignore[arg-type]
+    if bool(targets) == bool(given):
         raise CoverageError(f"{label}: give either targets or parameters")
-    for target in given:
+    for target in targets:
         for name, module in _find(target, modules, label):
             if name in found:
                 raise CoverageError(f"{label}: target '{name}' is given twice")
@@ -99,26 +119,24 @@ def _resolve_one(
     if found and not live:
         raise CoverageError(f"{label}: no parameter of {list(found)[:3]} requires a gradient")
     known = {id(p): n for n, p in root.named_parameters(remove_duplicate=False)}
-    parameters = dict.fromkeys(group.parameters)
-    for parameter in parameters:
+    for parameter in given:
         if id(parameter) not in known:
             raise CoverageError(f"{label}: a given parameter is not part of the model")
-    if not group.parameters:
-        parameters = dict.fromkeys(p for m in live.values() for p in m.parameters())
-    if group.queries < group.estimator.minimum_queries:
-        raise QueryError(
-            f"{label}: {type(group.estimator).__name__} needs at least "
-            f"{group.estimator.minimum_queries} queries per point, not {group.queries}"
+    all_given = given or tuple(p for m in live.values() for p in m.parameters())
+    parameters = tuple(p for p in dict.fromkeys(all_given) if p.requires_grad)
+    if not parameters:
+        raise CoverageError(
+            f"{label}: none of its parameters requires a gradient ({known[id(given[0])]}, ...)"
         )
-    first = next(iter(live)) if live else known[id(group.parameters[0])]
-    resolved = ResolvedGroup(
-        group.name or first or "model",
-        live,
-        tuple(p for p in parameters if p.requires_grad),
-        group.estimator,
-        group.queries,
-    )
-    group.estimator.check(resolved)
+    if not estimator.minimum_queries <= group.queries < math.inf:
+        raise QueryError(
+            f"{label}: {type(estimator).__name__} needs at least "
+            f"{estimator.minimum_queries} queries per point, not {group.queries}"
+        )
+    first = next(iter(live)) if live else known[id(given[0])]
+    name = group.name or first or "model"
+    resolved = ResolvedGroup(name, live, parameters, estimator, group.queries)
+    estimator.check(resolved)
     return resolved
 
 
@@ -126,11 +144,18 @@ def _find(
     target: Target, modules: Mapping[str, nn.Module], label: str
 ) -> Iterable[tuple[str, nn.Module]]:
     if isinstance(target, nn.Module):
-        for name, module in modules.items():
-            if module is target:
-                return [(name, module)]
+        names = {id(module): name for name, module in modules.items()}
+        container = isinstance(target, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if id(target) in names:
+            return _opened(names[id(target)], target, names)
+        if container and all(id(child) in names for child in target.children()):
+            return [(names[id(child)], child) for child in target.children()]  # a slice
         raise CoverageError(
             f"{label}: the target {type(target).__name__} is not a module of the model"
+        )
+    if not isinstance(target, str):
+        raise CoverageError(
+            f"{label}: a target is a module or a module's name, not {type(target).__name__}"
         )
     pattern = re.escape(target).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
     found = [(name, m) for name, m in modules.items() if re.fullmatch(pattern, name)]
@@ -138,7 +163,17 @@ def _find(
         close = difflib.get_close_matches(target, modules, n=3, cutoff=0.4)
         hint = f"; did you mean {close}?" if close else ""
         raise CoverageError(f"{label}: no module is called '{target}'{hint}")
-    return found
+    names = {id(module): name for name, module in modules.items()}
+    return [one for name, module in found for one in _opened(name, module, names)]
+
+
+def _opened(name: str, module: nn.Module, names: Mapping[int, str]) -> list[tuple[str, nn.Module]]:
+    """The module, or what is in it if it has no forward of its own and so never runs."""
+    own = next(module.parameters(recurse=False), None) is not None
+    if type(module).forward is not nn.Module.forward or own or not len(list(module.children())):
+        return [(name, module)]
+    inside = [_opened(names[id(child)], child, names) for child in module.children()]
+    return [one for part in inside for one in part]
 
 
 def _check_overlap(groups: Sequence[ResolvedGroup]) -> None:
@@ -146,6 +181,9 @@ def _check_overlap(groups: Sequence[ResolvedGroup]) -> None:
     for group in groups:
         for name, module in group.modules.items():
             for child in module.modules():
+                # Blocks may share what has nothing to learn: an activation, a table.
+                if not any(p.requires_grad for p in child.parameters(recurse=False)):
+                    continue
                 if id(child) in owner:
                     other, there = owner[id(child)]
                     raise CoverageError(

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flops.errors import CoverageError, FlopsError, NonFiniteLossError, RandomnessError
+from flops.allocators.base import Signal
+from flops.errors import CoverageError, FlopsError, NonFiniteLossError, QueryError, RandomnessError
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -19,7 +20,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises:
         FlopsError: If part of the model was compiled in place; its calls cannot be scripted.
+        TypeError: If it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
@@ -28,14 +32,14 @@ def unwrap(model: nn.Module) -> nn.Module:
         else:
             break
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise FlopsError(f"module '{name or 'model'}' is a ScriptModule; pass the eager model")
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise FlopsError(
                 f"module '{name or 'model'}' is compiled; a compiled module ignores what is "
                 "added to it afterwards, so it cannot be perturbed or replayed. Pass the model "
                 "without compiling it."
             )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise FlopsError(f"module '{name or 'model'}' is a ScriptModule; pass the eager model")
     return model
 
 
@@ -43,10 +47,16 @@ def check_modes(modules: Mapping[str, nn.Module]) -> None:
     """Refuse layers whose training mode mixes the points of a batch or changes buffers.
 
     Raises:
-        CoverageError: For BatchNorm (or tracking InstanceNorm) in training mode.
+        CoverageError: For BatchNorm (or tracking InstanceNorm) in training mode, and for
+            BatchNorm without running statistics in any mode.
     """
     for name, module in modules.items():
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if batch_norm and module.running_mean is None:
+            raise CoverageError(
+                f"'{name}' ({type(module).__name__}) keeps no running statistics, so it mixes the "
+                "points of a batch also in evaluation mode; use LayerNorm or GroupNorm"
+            )
         tracking = isinstance(module, nn.modules.instancenorm._InstanceNorm) and (
             module.track_running_stats
         )
@@ -64,19 +74,16 @@ class RandomState:
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        self._numpy = np.random.get_state(legacy=True)
+        self._numpy = np.random.get_state(legacy=False)
         self._python = random.getstate()
 
     def moved(self) -> bool:
         """Whether anybody drew from a global generator since."""
         cuda = torch.cuda.get_rng_state_all() if self._cuda else []
-        ours: Any = self._numpy
-        theirs: Any = np.random.get_state(legacy=True)
         return (
             not torch.equal(self._torch, torch.get_rng_state())
             or any(not torch.equal(a, b) for a, b in zip(self._cuda, cuda, strict=True))
-            or ours[2] != theirs[2]
-            or not np.array_equal(ours[1], theirs[1])
+            or not _equal(self._numpy, np.random.get_state(legacy=False))
             or self._python != random.getstate()
         )
 
@@ -87,6 +94,51 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._cuda)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Compare nested dicts of numbers and arrays."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return bool(np.array_equal(a, b))
+
+
+class Buffers:
+    """The buffers of the modules in training mode, which a forward pass may not change."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._saved = [
+            (f"{name}.{key}".lstrip("."), module, key, buffer, buffer.clone())
+            for name, module in modules.items()
+            if module.training
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
+
+    def restore(self) -> list[str]:
+        """Put changed ones back; returns their names."""
+        changed = []
+        for name, module, key, buffer, value in self._saved:
+            now = module._buffers.get(key)
+            if now is None or not torch.equal(now.nan_to_num(), value.nan_to_num()):
+                changed.append(name)
+                buffer.copy_(value)
+                module._buffers[key] = buffer
+        return changed
+
+    def check(self) -> None:
+        """Put changed ones back and refuse them.
+
+        Raises:
+            CoverageError: With their names.
+        """
+        changed = self.restore()
+        if changed:
+            raise CoverageError(
+                f"the forward pass changes the buffers {changed[:5]} (running statistics, or the "
+                "power iteration of spectral_norm): every query would change them again. Put "
+                "their modules into evaluation mode with .eval()."
+            )
 
 
 def check_deterministic(state: RandomState, modules: Mapping[str, nn.Module]) -> None:
@@ -124,6 +176,26 @@ def check_finite(losses: Tensor, where: str, points: Tensor | None = None) -> No
             f"{len(bad)} of {len(losses)} losses are not finite in {where}: rows {rows}{at}. "
             "Parameters and .grad are as before; lower the learning rate or sigma, or look at "
             "these points."
+        )
+
+
+def check_counts(counts: Tensor, signal: Signal) -> None:
+    """Refuse counts that no plan can follow, whatever allocator they come from.
+
+    Raises:
+        QueryError: With what was returned and what is allowed.
+    """
+    integers = isinstance(counts, Tensor) and counts.dtype == torch.long
+    if not integers or counts.shape != signal.losses.shape:
+        raise QueryError(
+            f"group '{signal.group}': the allocator must return a LongTensor of shape "
+            f"{tuple(signal.losses.shape)}, not {counts!r}"
+        )
+    low, total = int(counts.min()), int(counts.sum())
+    if low < 0 or total == 0 or bool((counts % signal.unit).any()):
+        raise QueryError(
+            f"group '{signal.group}': the allocator must return multiples of {signal.unit}, none "
+            f"negative and not all 0, not {counts.tolist()[:8]}"
         )
 
 

@@ -171,11 +171,12 @@ class Queries:
         """Warn when loss differences are near the rounding of the loss itself."""
         unit = torch.finfo(differences.dtype).eps * max(1.0, float(self.losses.abs().median()))
         median = float(differences.abs().median())
-        if 0 < median < ROUNDING_UNITS * unit:
+        if median < ROUNDING_UNITS * unit:
+            nothing = " (or the loss does not depend on this group)" if median == 0 else ""
             warnings.warn(
                 f"group '{self.name}': the median loss difference {median:.1e} is under "
                 f"{ROUNDING_UNITS} rounding units ({unit:.1e} each), so slopes are mostly noise; "
-                "raise sigma",
+                f"raise sigma{nothing}",
                 PrecisionWarning,
                 stacklevel=4,
             )

@@ -21,7 +21,20 @@ class Fixed:
         counts: Queries of each point of the batch.
     """
 
-    counts: Sequence[int]
+    counts: Sequence[int] | Tensor
+
+    def __post_init__(self) -> None:
+        """Refuse what would be rounded on its way to whole numbers.
+
+        Raises:
+            QueryError: If the counts are not one whole number per point.
+        """
+        try:
+            counts = torch.as_tensor(self.counts)
+        except (TypeError, ValueError):
+            counts = torch.empty(0)
+        if counts.dim() != 1 or counts.dtype not in (torch.int64, torch.int32):
+            raise QueryError(f"counts must be one whole number per point, not {self.counts!r}")
 
     def allocate(self, signal: Signal) -> Tensor:
         """The given counts.
