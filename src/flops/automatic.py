@@ -92,7 +92,10 @@ def _stacks(modules: Mapping[str, nn.Module]) -> list[_Stack]:
 def _children_stack(name: str, module: nn.Module) -> _Stack:
     """The trainable children of the first module that has several, or that module itself."""
     children = [(n, c) for n, c in module.named_children() if _trains(c)]
-    if not children or any(p.requires_grad for p in module.parameters(recurse=False)):
+    # The root's noise would sit at the loss, and its local product be backpropagation: its own
+    # parameters go with the loose ones. Further in, they act in the module's forward.
+    own = any(p.requires_grad for p in module.parameters(recurse=False))
+    if not children or (own and name) or isinstance(module, nn.MultiheadAttention):
         return _Stack(name, (name,))
     prefix = f"{name}." if name else ""
     if len(children) == 1:
