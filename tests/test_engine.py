@@ -121,3 +121,21 @@ def test_chunk_size_does_not_matter(name: str, chunk: int) -> None:
     whole = estimate(model, squared, x, y, **options)
     cut = estimate(model, squared, x, y, chunk=chunk, **options)
     torch.testing.assert_close(flat(cut), flat(whole), rtol=1e-9, atol=1e-11)
+
+
+def test_parameters_that_share_a_gradient_tensor_stay_apart() -> None:
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.a + self.b  # autograd returns one tensor for both
+
+    model = Shifts()
+    x, y = torch.randn(6, 2).double(), torch.randn(6, 2).double()
+    groups = [Group(model, LikelihoodRatio(1e-6, noise="orthogonal"), queries=2)]
+    found = estimate(model, squared, x, y, groups, chunk=2)  # three local products
+    truth = exact(model, squared, x, y)
+    torch.testing.assert_close(flat(found), flat(truth), rtol=1e-4, atol=1e-6)
+    assert model.a.grad is not model.b.grad

@@ -279,8 +279,10 @@ class ForwardGradient:
         total: Gradients = {}
         for estimate in estimates:
             add_gradients(total, estimate.gradients)
+            estimate.gradients.clear()
         with torch.no_grad():
-            for parameter, gradient in total.items():
+            while total:  # one by one, so that copy and original never stand side by side for all
+                parameter, gradient = total.popitem()
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient.to(parameter))
                 elif gradient.is_sparse:

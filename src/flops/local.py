@@ -39,10 +39,8 @@ class LocalTarget:
 def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
     """Sum gradients parameter by parameter; a tied parameter gets the sum over its uses."""
     for parameter, gradient in more.items():
-        if parameter in into:
-            into[parameter].add_(gradient)
-        else:
-            into[parameter] = gradient
+        # Not in place: autograd may hand out one tensor for two parameters.
+        into[parameter] = into[parameter] + gradient if parameter in into else gradient
 
 
 def local_products(
