@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import io
+import pickle
 import pkgutil
 import random
 from collections.abc import Iterator
@@ -382,6 +383,37 @@ def test_half_precision_keeps_the_gradient(name: str, model: Net) -> None:
     fg = ForwardGradient(half, squared, groups(half, estimator))
     found = gradient(fg, x.bfloat16(), y.bfloat16()).double()
     assert float(torch.cosine_similarity(found, truth, dim=0)) > 0.9
+
+
+@every
+def test_autocast_sees_the_perturbed_parameters(name: str, model: Net) -> None:
+    x, y = (t.float() for t in data())
+    estimator = ESTIMATORS[name]
+    if hasattr(estimator, "sigma"):
+        estimator = dataclasses.replace(estimator, sigma=0.3)
+    model.float()
+
+    def widened(outputs: Tensor, targets: Tensor) -> Tensor:
+        return squared(outputs.float(), targets)
+
+    plain = gradient(ForwardGradient(model, widened, groups(model, estimator)), x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)  # leaves casts of the parameters in the cache
+        found = gradient(ForwardGradient(model, widened, groups(model, estimator)), x, y)
+        assert torch.is_autocast_cache_enabled()
+    assert float(torch.cosine_similarity(found, plain, dim=0)) > 0.9
+
+
+@every
+def test_a_copy_goes_its_own_way(name: str, model: Net) -> None:
+    x, y = data()
+    fg = engine(model, name, seed=3)
+    fg.estimate(x, y)
+    twin = pickle.loads(pickle.dumps(fg)) if name in ("SPSA", "Exact") else copy.deepcopy(fg)
+    model.zero_grad()
+    theirs = gradient(twin, x, y)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(gradient(fg, x, y), theirs)
 
 
 @every

@@ -154,6 +154,20 @@ def test_the_global_random_state_is_not_touched(kind: str) -> None:
     assert torch.equal(all_rows(stream(kind, 20)), first)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_type_and_device_do_not_matter(kind: str) -> None:
+    whole = stream(kind, 20).take(1, 0, 6)
+    with torch.device("meta"):
+        assert torch.equal(stream(kind, 20).take(1, 0, 6), whole)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = stream(kind, 20).take(1, 0, 6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, whole)
+
+
 def test_mix_changes_half_of_the_bits() -> None:
     flips = []
     for value in range(64):

@@ -31,6 +31,7 @@ from flops.guards import (
     check_deterministic,
     check_finite,
     check_modes,
+    no_autocast_cache,
     slow_attention_path,
     unwrap,
 )
@@ -42,6 +43,7 @@ from flops.trace import signal_to_noise
 
 SCHEMA = 1
 DEFAULT_CHUNK = 256
+MOST_LAYOUTS = 64
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class ForwardGradient:
         self.memory: dict[str, dict[str, Any]] = {group.name: {} for group in self.groups}
         self.step = 0
         self._layouts: dict[Any, _Layout] = {}
-        self._trainable = self._named_trainable()
+        self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def estimate(
         self, inputs: Any, targets: Any = None, *, index: Tensor | Sequence[int] | None = None
@@ -154,7 +156,7 @@ class ForwardGradient:
         ledger = Ledger()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         try:
-            with slow_attention_path():
+            with slow_attention_path(), no_autocast_cache():
                 layout, probe = self._layout(batch, state)
                 passes = Passes(self.model, self.modules, layout.structure, batch)
                 with torch.no_grad():
@@ -202,9 +204,10 @@ class ForwardGradient:
 
     def _layout(self, batch: Batch, state: RandomState) -> tuple[_Layout, int]:
         """The structure for this kind of input, and how many rows it took to find out."""
-        trainable = self._named_trainable()
-        if trainable != self._trainable:
-            changed = {n for _, n in trainable.items() ^ self._trainable.items()}
+        trainable = {id(p): n for n, p in self.model.named_parameters() if p.requires_grad}
+        before = {n: id(p) for n, p in self._trainable.items()}
+        changed = {n for n, _ in before.items() ^ {n: i for i, n in trainable.items()}.items()}
+        if changed:
             raise CoverageError(
                 f"parameters were frozen, unfrozen or replaced since this ForwardGradient was "
                 f"made: {sorted(changed)[:5]}. Make a new one, and load the state_dict of this one."
@@ -232,11 +235,10 @@ class ForwardGradient:
             buffers.restore()
         self._check_uses(structure, bindings, trainable)
         structure.outputs = {}
+        if len(self._layouts) >= MOST_LAYOUTS:
+            self._layouts.pop(next(iter(self._layouts)))  # the oldest
         self._layouts[key] = _Layout(structure, bindings)
         return self._layouts[key], FEW + MORE + passes.trials * MORE
-
-    def _named_trainable(self) -> dict[int, str]:
-        return {id(p): n for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _check_uses(
         self, structure: Structure, bindings: Sequence[Binding], trainable: Mapping[int, str]
@@ -289,6 +291,10 @@ class ForwardGradient:
                     parameter.grad = gradient.to(parameter).clone()
                 else:  # a copy: autograd may hand out one tensor for two parameters
                     parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Layouts know parameters by their identity, which no copy shares: it finds its own.
+        return {**self.__dict__, "_layouts": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs beside model and optimizer."""

@@ -208,3 +208,15 @@ def slow_attention_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Keep autocast from using the cast of a parameter made before it was perturbed."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -43,12 +43,12 @@ def mix(*parts: int) -> int:
 def generator(*parts: int) -> torch.Generator:
     """A private CPU generator for a key."""
     # torch's Mersenne twister takes the lower 32 bits of a seed only: hand it mixed ones.
-    return torch.Generator().manual_seed(mix(*parts) >> 32)
+    return torch.Generator("cpu").manual_seed(mix(*parts) >> 32)
 
 
 def _signs_table() -> Tensor:
-    bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
-    return (2 * bits - 1).float()  # (256, 8)
+    values, places = torch.arange(256, device="cpu"), torch.arange(8, device="cpu")
+    return (2 * ((values.unsqueeze(1) >> places) & 1) - 1).float()  # (256, 8)
 
 
 _SIGNS = _signs_table()
@@ -62,12 +62,14 @@ def fill(kind: Kind, count: int, size: int, source: torch.Generator) -> Tensor:
     """
     if kind == "rademacher":
         words = -(-size // 64)
-        bits = torch.empty(count, words, dtype=torch.int64)
+        bits = torch.empty(count, words, dtype=torch.int64, device="cpu")
         bits.random_(-(2**63), None, generator=source)
         rows = _SIGNS.index_select(0, bits.view(torch.uint8).flatten().long())
         return rows.view(count, words * 64)[:, :size]
     padded = -(-size // _BLOCK) * _BLOCK
-    return torch.empty(count, padded).normal_(generator=source)[:, :size]
+    # Neither the type nor the device that the user made the default may change the noise.
+    rows = torch.empty(count, padded, dtype=torch.float32, device="cpu")
+    return rows.normal_(generator=source)[:, :size]
 
 
 def orthogonalise(rows: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class NoiseStream:
     ) -> None:
         self._kind, self._key, self._ids, self._draws, self._size = kind, key, ids, draws, size
         self._point, self._position = -1, 0
-        self._source = torch.Generator()
+        self._source = torch.Generator("cpu")
 
     def take(self, point: int, first: int, count: int) -> Tensor:
         """Draws first, ..., first + count - 1 of a point."""
