@@ -251,6 +251,25 @@ def test_a_use_in_no_group_is_an_error() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_use_right_behind_the_target_is_not_inside_it() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.linear(x), self.linear.weight)
+
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
+        return summed(outputs, targets) + model.linear.weight.sum()
+
+    model, x = Again(), torch.randn(3, 4)
+    for group, loss_fn in ((model.linear, summed), (model, loss)):
+        fg = ForwardGradient(model, loss_fn, [Group(group, LikelihoodRatio())])
+        with pytest.raises(CoverageError, match=r"linear\.weight.*also used"):
+            fg.estimate(x)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_parameters_without_modules_are_meant_in_all_their_uses(shared: bool) -> None:
     model, ids = Tied(functional=True).double(), torch.randint(0, 6, (3, 2))

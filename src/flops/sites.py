@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
-from flops.local import LocalTarget, local_products
+from flops.local import LocalTarget
 from flops.replay import Edit, Passes, nothing
-from flops.script import Leave
 from flops.structure import FOLDED, Call, Leaf, Use
 
 
@@ -65,104 +64,6 @@ class Sites:
             self.local_prefix = passes.prefix(min(calls[t.first].start for t in local))
         else:
             self.query_prefix = self.local_prefix = nothing(self.structure)
-        self._check_shared_outputs(passes)
-        self._check_differentiable(passes)
-        self._check_bypass(passes)
-
-    def _check_shared_outputs(self, passes: Passes) -> None:
-        """What has no batch axis may get one, if the model then keeps the rows apart."""
-        shared = {self.structure.calls[s.call].name for s in self.sites if s.leaf.axis is None}
-
-        def perturb(scale: Tensor) -> dict[str, Any]:
-            noise = torch.linspace(-1, 1, len(scale) * self.size).reshape(len(scale), -1)
-            return {"edits": self.edits(noise * scale.unsqueeze(1), 0.1)}
-
-        if shared and not passes.rows_apart(self.query_prefix, perturb):
-            raise CoverageError(
-                f"the output of target {sorted(shared)} has no batch axis, and the model does not "
-                "take one, so it cannot be perturbed point by point; give the module around it, "
-                "or use SPSA(shared=True) for it"
-            )
-
-    def _check_differentiable(self, passes: Passes) -> None:
-        """A gradient that stops inside a target would be missing without a word."""
-        outputs, rows = self.structure.outputs, self.structure.rows
-        record = {number: outputs[number] for number in self.local_prefix.needed}
-        deltas: dict[int, dict[int, Tensor]] = {}
-        for site in self.sites:
-            ones = torch.ones_like(outputs[site.call][site.leaf_index])
-            deltas.setdefault(site.call, {})[site.leaf_index] = ones
-        places = torch.arange(len(rows))
-        passes.trials += 1
-        found = local_products(passes, self.local_prefix, record, rows, self.local, deltas, places)
-        used = {use.parameter for use in self.structure.uses if self.covers(use)}
-        for target in self.local:
-            for parameter in target.parameters:
-                if parameter in found or id(parameter) not in used:
-                    continue
-                if self._moves(passes, target, parameter):
-                    names = {id(p): n for n, p in passes.model.named_parameters()}
-                    raise CoverageError(
-                        f"the output of target '{target.name}' depends on its parameter "
-                        f"'{names[id(parameter)]}', but no gradient flows between them: something "
-                        "inside the target is not differentiable. Give smaller targets on both "
-                        "sides of it, or use SPSA or ES."
-                    )
-
-    def _moves(self, passes: Passes, target: LocalTarget, parameter: nn.Parameter) -> bool:
-        seen: list[Any] = []
-
-        def leave(out: Any) -> Any:
-            seen.extend(tree_flatten(out)[0])
-            raise Leave
-
-        outputs, rows = self.structure.outputs, self.structure.rows
-        record = {number: outputs[number] for number in self.local_prefix.needed}
-        saved = parameter.data
-        try:
-            parameter.data = saved * 1.5 + 0.5
-            passes.run(
-                self.local_prefix,
-                record,
-                rows,
-                edits={target.last: leave},
-                places=torch.arange(len(rows)),
-            )
-        except Leave:
-            pass
-        finally:
-            parameter.data = saved
-        sites = [site.leaf_index for site in self.sites if site.call == target.last]
-        return any(not torch.equal(seen[i], outputs[target.last][i]) for i in sites)
-
-    def _check_bypass(self, passes: Passes) -> None:
-        """A stage's effect must reach the loss through its last output alone."""
-        for target in self.local:
-            if target.first == target.last:
-                continue
-            calls = self.structure.calls
-            end = calls[target.last]
-            own = {id(p) for p in target.parameters}
-            for use in self.structure.uses:
-                inside = calls[target.first].start <= use.time <= end.end
-                if inside and use.calls and use.parameter not in own:
-                    raise CoverageError(
-                        f"stage '{self.group}': '{calls[use.calls[-1]].name}' runs between its "
-                        "modules and trains in another group; add it to this one"
-                    )
-            prefix = passes.prefix(end.end, frozenset([end.number]))
-            inner = [
-                calls[number].name
-                for number in sorted(prefix.needed - {end.number})
-                if calls[number].start >= calls[target.first].start
-                and not passes.reads_nothing_of(prefix, frozenset([number]))
-            ]
-            if inner:
-                raise CoverageError(
-                    f"stage '{self.group}': the loss also reads {inner} directly (a skip "
-                    'connection past the end of the stage); use targets="block", or end the '
-                    "stage behind the connection"
-                )
 
     @property
     def needed(self) -> frozenset[int]:
@@ -173,7 +74,7 @@ class Sites:
         """Inside one of the targets, for a parameter of that target."""
         calls = self.structure.calls
         return any(
-            calls[t.first].start <= use.time <= calls[t.last].end
+            calls[t.first].start <= use.time < calls[t.last].end
             and use.parameter in {id(p) for p in t.parameters}
             for t in self.local
         )

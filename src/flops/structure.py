@@ -105,6 +105,11 @@ class Structure:
         """The calls of a module, in order; empty if it never ran."""
         return self._by_name.get(name, [])
 
+    def agrees(self, losses: Tensor, places: Tensor) -> bool:
+        """Whether losses of the probe's rows are those of the clean pass, but for rounding."""
+        tolerance = 1e-5 + 10 * self.rounding
+        return torch.allclose(losses, self.losses[places], rtol=1e-4, atol=tolerance)
+
     def ancestors(self, call: Call) -> Iterator[Call]:
         """The calls that enclose this one, innermost first."""
         while call.parent is not None:

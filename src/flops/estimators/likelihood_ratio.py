@@ -27,6 +27,7 @@ from flops.local import LocalTarget
 from flops.noise import KINDS, Kind, NoiseStream
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
+from flops.site_checks import check_sites
 from flops.sites import Sites
 from flops.structure import Call
 from flops.trace import jacobian_energy
@@ -113,7 +114,9 @@ class LikelihoodRatio:
                 for call in found
             ]
         local.sort(key=lambda t: passes.structure.calls[t.last].end)
-        return Sites(group.name, modules, tuple(local), passes, reuse)
+        sites = Sites(group.name, modules, tuple(local), passes, reuse)
+        check_sites(sites, passes)
+        return sites
 
     def estimate(self, binding: Sites, queries: Queries) -> Estimate:
         """Accumulate delta over the queries, then take the local products."""
