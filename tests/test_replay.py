@@ -117,6 +117,21 @@ class Remembering(nn.Module):
         return self.b(torch.tanh(self.a(features.clone())))
 
 
+class Table(nn.Module):
+    """Writes into a table that all points share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1, 4)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table(torch.zeros(1, dtype=torch.long))
+        h = torch.tanh(self.a(x))
+        table.mul_(3)
+        return self.b(h + table)
+
+
 def stack() -> nn.Module:
     return nn.Sequential(
         nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 2)
@@ -130,6 +145,7 @@ MODELS: dict[str, tuple[Any, list[list[str]]]] = {
     "in-place": (Inplace, [["a"], ["b"], ["c"]]),
     "early and late": (EarlyAndLate, [["a"], ["norm"], ["b", "head"]]),
     "mixture": (mixture, [["0"], ["1"], ["3"]]),
+    "in-place table": (Table, [["table"], ["a"], ["b"]]),
     "inference": (Remembering, [["a"], ["b"]]),
 }
 ESTIMATORS = {

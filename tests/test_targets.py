@@ -228,9 +228,10 @@ class Tied(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(6, 4)
         self.middle = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
         self.functional = functional
+        if not functional:
+            self.head = nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = torch.tanh(self.middle(self.embed(ids)))

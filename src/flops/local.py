@@ -120,7 +120,6 @@ def _product(
         add_gradients(total, {p: g.detach() for p, g in found if g is not None})
         if leave:
             raise Leave
-        torch.set_grad_enabled(False)
         return tree_unflatten(_detached(leaves), spec)
 
     return action
