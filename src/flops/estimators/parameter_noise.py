@@ -12,6 +12,7 @@ are never written to, so they come back bit-exact.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -122,8 +123,7 @@ def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate
         w = _slopes(options, torch.stack(means), clean.expand(1))
         slopes.append(w)
         for number, unit in enumerate(units.units):
-            for place, parameter in enumerate(unit.parameters.values()):
-                z = _draw(options, queries, draw, number, place, unit)
+            for parameter, z in _unit_noise(options, queries, draw, number, unit):
                 if parameter not in gradients:
                     gradients[parameter] = torch.zeros_like(parameter)
                 gradients[parameter].add_(z, alpha=float(w) / draws)
@@ -131,15 +131,27 @@ def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate
 
 
 def _draw(
-    options: ParameterNoise, queries: Queries, draw: int, number: int, place: int, unit: Unit
+    options: ParameterNoise,
+    queries: Queries,
+    draw: int,
+    unit: int,
+    place: int,
+    parameter: nn.Parameter,
 ) -> Tensor:
-    path, parameter = list(unit.parameters.items())[place]
-    source = generator(*queries.key, draw, number, place)
+    source = generator(*queries.key, draw, unit, place)
     z = fill(options.noise, 1, parameter.numel(), source).view(parameter.shape)
-    padding = padding_row(unit.module, path)
-    if padding is not None:
-        z[padding] = 0
     return z.to(parameter.device, parameter.dtype)
+
+
+def _unit_noise(
+    options: ParameterNoise, queries: Queries, draw: int, number: int, unit: Unit
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for place, (path, parameter) in enumerate(unit.parameters.items()):
+        z = _draw(options, queries, draw, number, place, parameter)
+        padding = padding_row(unit.module, path)
+        if padding is not None:
+            z[padding] = 0
+        yield parameter, z
 
 
 def _shift_all(
@@ -158,9 +170,8 @@ def _shift(
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         saved = [(p, p.data) for p in unit.parameters.values()]
         try:
-            for place, (parameter, data) in enumerate(saved):
-                z = _draw(options, queries, draw, number, place, unit)
-                parameter.data = z.mul_(sign * options.sigma).add_(data)
+            for parameter, z in _unit_noise(options, queries, draw, number, unit):
+                parameter.data = z.mul_(sign * options.sigma).add_(parameter.data)
             return forward(*args, **kwargs)
         finally:
             for parameter, data in saved:
