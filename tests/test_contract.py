@@ -210,6 +210,28 @@ def test_gradients_are_the_users_own(name: str, model: Net) -> None:
         parameter.grad.mul_(2)
 
 
+class Sum(nn.Module):
+    """Two parameters for which autograd hands out one and the same gradient tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(3).double()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.a + self.b)
+
+
+@every
+def test_two_parameters_never_share_a_gradient(name: str) -> None:
+    model, (x, _) = nn.Sequential(Sum(), nn.Tanh()), data()
+    fg = ForwardGradient(model, squared, Group(model[0], ESTIMATORS[name], QUERIES))
+    fg.estimate(x, torch.zeros_like(x))
+    left, right = model[0].a.grad, model[0].b.grad
+    before = right.clone()
+    left.add_(1)
+    assert torch.equal(right, before)
+
+
 @every
 def test_the_users_hooks_stay_and_count(name: str, model: Net) -> None:
     x, y = data()

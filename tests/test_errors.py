@@ -411,6 +411,18 @@ def test_fewer_queries_than_the_estimator_needs(estimator: Any, queries: float, 
         ForwardGradient(model, squared, Group(model, estimator, queries=queries))
 
 
+@pytest.mark.parametrize(
+    ("queries", "size", "estimator", "budget"),
+    [(20, 5, BLOCK, 100), (1.15, 100, BLOCK, 115), (2.5, 3, BLOCK, 7), (2.5, 3, PAIRS, 6)],
+)
+def test_the_budget_is_rounded_down_to_whole_draws(
+    queries: float, size: int, estimator: Any, budget: int
+) -> None:
+    model = mlp()
+    fg = ForwardGradient(model, squared, Group(model, estimator, queries))
+    assert fg.estimate(*data(size)).queries == budget
+
+
 def test_frozen_targets() -> None:
     model = mlp()
     model[0].requires_grad_(False)
@@ -657,6 +669,17 @@ def test_a_contrastive_loss(grad: bool) -> None:
     works(fg, x, y)
 
 
+def test_a_first_batch_of_one_point_does_not_hide_a_contrastive_loss() -> None:
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        return squared(outputs - outputs.mean(0), targets)
+
+    model, (x, y) = mlp(), data()
+    fg = ForwardGradient(model, loss_fn, Group(model, SPSA(sigma=0.1)))
+    fg.estimate(x[:1], y[:1])
+    with refused(fg, BatchError, "changes with the other points"):
+        fg.estimate(x, y)
+
+
 # Wrappers
 
 
@@ -672,6 +695,19 @@ def test_data_parallel_is_unwrapped() -> None:
     fg = ForwardGradient(nn.DataParallel(model), squared)
     assert fg.model is model
     works(fg, *data())
+
+
+def test_distributed_data_parallel_is_unwrapped() -> None:
+    model = mlp()
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        fg = ForwardGradient(nn.parallel.DistributedDataParallel(model), squared)
+        assert fg.model is model
+        works(fg, *data())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_is_compiled_in_place_is_refused() -> None:

@@ -69,10 +69,14 @@ class StepReport:
 
 @dataclass
 class _Layout:
-    """What is known about one kind of input."""
+    """What is known about one kind of input.
+
+    ``alone`` if it was seen with a single point, which cannot show whether points mix.
+    """
 
     structure: Structure
     bindings: list[Binding]
+    alone: bool
 
     @property
     def needed(self) -> frozenset[int]:
@@ -215,8 +219,9 @@ class ForwardGradient:
         modes = tuple(module.training for module in self.modules.values())
         kinds = tuple((p.dtype, p.device) for p in self.model.parameters())
         key = (batch.signature(), modes, kinds)
-        if key in self._layouts:
-            return self._layouts[key], 0
+        known = self._layouts.get(key)
+        if known and not (known.alone and batch.size > 1):
+            return known, 0
         buffers = Buffers(self.modules)
         try:
             with torch.no_grad():
@@ -237,7 +242,7 @@ class ForwardGradient:
         structure.outputs = {}
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)))  # the oldest
-        self._layouts[key] = _Layout(structure, bindings)
+        self._layouts[key] = _Layout(structure, bindings, batch.size == 1)
         return self._layouts[key], FEW + MORE + passes.trials * MORE
 
     def _check_uses(
@@ -287,10 +292,8 @@ class ForwardGradient:
                 parameter, gradient = total.popitem()
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient.to(parameter))
-                elif gradient.is_sparse:
-                    parameter.grad = gradient.to(parameter).clone()
                 else:  # a copy: autograd may hand out one tensor for two parameters
-                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+                    parameter.grad = gradient.to(parameter, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         # Layouts know parameters by their identity, which no copy shares: it finds its own.
