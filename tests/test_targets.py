@@ -137,8 +137,6 @@ def randomised(model: nn.Module) -> nn.Module:
 def test_layers(name: str, kind: str) -> None:
     module, x = LAYERS[name]()
     model = nn.Sequential(randomised(module))
-    if name == "weight norm" and kind == "spsa shared":
-        pytest.skip("the slow loop does not know the modules of a parametrisation")
     check(model, x, [module], ESTIMATORS[kind])
 
 
