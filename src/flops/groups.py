@@ -157,7 +157,7 @@ def _find(
         raise CoverageError(
             f"{label}: a target is a module or a module's name, not {type(target).__name__}"
         )
-    pattern = re.escape(target).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
+    pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
     found = [(name, m) for name, m in modules.items() if re.fullmatch(pattern, name)]
     if not found:
         close = difflib.get_close_matches(target, modules, n=3, cutoff=0.4)

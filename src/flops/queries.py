@@ -168,10 +168,11 @@ class Queries:
         return forward + 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in spans)
 
     def warn_if_rounding(self, differences: Tensor) -> None:
-        """Warn when loss differences are near the rounding of the loss itself."""
+        """Warn, once per group, when loss differences are near the rounding of the loss itself."""
         unit = torch.finfo(differences.dtype).eps * max(1.0, float(self.losses.abs().median()))
         median = float(differences.abs().median())
-        if median < ROUNDING_UNITS * unit:
+        if median < ROUNDING_UNITS * unit and not self.memory.get("warned_of_rounding"):
+            self.memory["warned_of_rounding"] = True
             nothing = " (or the loss does not depend on this group)" if median == 0 else ""
             warnings.warn(
                 f"group '{self.name}': the median loss difference {median:.1e} is under "
