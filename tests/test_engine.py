@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio
+from flops import ES, SPSA, CoverageError, Exact, ForwardGradient, Group, LikelihoodRatio
 from flops.allocators import Fixed
 from tests.conftest import cosine, estimate, exact, exact_group, flat, gradients, squared
 
@@ -139,3 +139,13 @@ def test_parameters_that_share_a_gradient_tensor_stay_apart() -> None:
     truth = exact(model, squared, x, y)
     torch.testing.assert_close(flat(found), flat(truth), rtol=1e-4, atol=1e-6)
     assert model.a.grad is not model.b.grad
+
+
+def test_exact_refuses_what_cannot_be_backpropagated() -> None:
+    class Detached(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(super().forward(x).detach().numpy())
+
+    model = Detached(4, 2)
+    with pytest.raises(CoverageError, match="cannot be backpropagated"):
+        ForwardGradient(model, squared, exact_group(model)).estimate(*data())

@@ -132,6 +132,12 @@ class Queries:
         self.ledger.queries += len(points) * (1 - prefix.share)
         return losses
 
+    def batch_mean(self, prefix: Prefix, around: Mapping[int, Action]) -> Tensor:
+        """Mean loss of all points under one change that they share; charged."""
+        parts = [torch.arange(a, b) for a, b in spans(self.size, self.chunk)]
+        losses = [self.run(prefix, points, around=around) for points in parts]
+        return torch.cat(losses).mean()
+
     def local(
         self,
         prefix: Prefix,
@@ -163,9 +169,9 @@ class Queries:
         structure = self.passes.structure
         first = min(structure.calls[t.first].start for t in targets)
         last = max(structure.calls[t.last].end for t in targets)
-        spans = [(structure.calls[t.first].start, structure.calls[t.last].end) for t in targets]
+        parts = [(structure.calls[t.first].start, structure.calls[t.last].end) for t in targets]
         forward = structure.share(_between(self.passes, first, last))
-        return forward + 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in spans)
+        return forward + 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in parts)
 
     def warn_if_rounding(self, differences: Tensor) -> None:
         """Warn, once per group, when loss differences are near the rounding of the loss itself."""

@@ -82,7 +82,6 @@ class DeepZero:
     def estimate(self, binding: Coordinates, queries: Queries) -> Estimate:
         """One finite difference per coordinate of the set."""
         clean = queries.losses.mean()
-        pieces = -(-queries.size // queries.chunk)
         gradients: Gradients = {p: torch.zeros_like(p) for *_, p in binding.places}
         slopes = []
         for number, path, chosen in self._coordinates(binding, queries):
@@ -90,11 +89,8 @@ class DeepZero:
             parameter = unit.parameters[path]
             for i in chosen.tolist():
                 around = dict.fromkeys(unit.calls, _step(parameter, i, self.sigma))
-                losses = [
-                    queries.run(binding.prefixes[number], points, around=around)
-                    for points in torch.arange(queries.size).tensor_split(pieces)
-                ]
-                slope = (torch.cat(losses).mean() - clean) / self.sigma
+                moved = queries.batch_mean(binding.prefixes[number], around)
+                slope = (moved - clean) / self.sigma
                 gradients[parameter].view(-1)[i] += slope
                 slopes.append(slope.cpu())
         w = torch.stack(slopes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
 from flops.queries import Estimate, Queries
 from flops.replay import Passes, nothing
@@ -41,6 +42,12 @@ class Exact:
         with torch.enable_grad():
             points = torch.arange(queries.size)
             losses = passes.run(nothing(passes.structure), {}, points)
+            if not losses.requires_grad:
+                raise CoverageError(
+                    f"group '{binding.group.name}': the loss does not depend differentiably on "
+                    "its parameters (the model detaches, or runs outside torch), so it cannot be "
+                    "backpropagated; use LikelihoodRatio, SPSA or ES"
+                )
             gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
         queries.ledger.local += COST * queries.size
         found = zip(parameters, gradients, strict=True)

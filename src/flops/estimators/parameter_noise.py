@@ -107,7 +107,6 @@ def _slopes(options: ParameterNoise, losses: Tensor, clean: Tensor) -> Tensor:
 def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
     draws = int(queries.counts[0]) // options.unit
     signs = (1.0, -1.0)[: options.unit]
-    pieces = -(-queries.size // queries.chunk)
     clean = queries.losses.mean().cpu()
     gradients: Gradients = {}
     slopes = []
@@ -115,17 +114,14 @@ def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate
         means = []
         for sign in signs:
             around = _shift_all(options, units, queries, draw, sign)
-            losses = [
-                queries.run(units.prefix, points, around=around)
-                for points in torch.arange(queries.size).tensor_split(pieces)
-            ]
-            means.append(torch.cat(losses).mean().cpu())
+            means.append(queries.batch_mean(units.prefix, around).cpu())
         w = _slopes(options, torch.stack(means), clean.expand(1))
         slopes.append(w)
         for number, unit in enumerate(units.units):
             for parameter, z in _unit_noise(options, queries, draw, number, unit):
                 if parameter not in gradients:
-                    gradients[parameter] = torch.zeros_like(parameter)
+                    wide = torch.promote_types(torch.float32, parameter.dtype)
+                    gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
                 gradients[parameter].add_(z, alpha=float(w) / draws)
     return Estimate(gradients, torch.cat(slopes), None, float(units.size))
 
