@@ -127,7 +127,8 @@ class DeepZero:
         saved = {p: p.data for p in here}
         try:
             for parameter, gradient in here.items():
-                parameter.data = parameter.data + self.sigma * gradient
+                moved = parameter.data + self.sigma * gradient
+                parameter.data = moved.to(parameter.dtype)
             there = spsa.estimate(binding.units, scoring).gradients
         finally:
             for parameter, data in saved.items():
