@@ -211,7 +211,7 @@ def brute_pointwise(
 ) -> dict[nn.Parameter, Tensor]:
     """ES or SPSA with draws of each point, from the layout of a gradient that has run once."""
     estimator = fg.groups[number].estimator
-    (layout,) = fg._layouts.values()
+    (layout,) = fg._layouts._known.values()
     entries, width = _layout(layout.bindings[number])
     draws, sigma = queries // estimator.unit, estimator.sigma
     stream = NoiseStream("rademacher", (0, 0, number), list(range(size)), [draws] * size, width)

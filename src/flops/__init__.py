@@ -6,7 +6,7 @@ optimizer.step()
 """
 
 from flops.batch import Shared
-from flops.engine import ForwardGradient, StepReport
+from flops.engine import ForwardGradient
 from flops.errors import (
     BatchError,
     CoverageError,
@@ -18,6 +18,7 @@ from flops.errors import (
 )
 from flops.estimators import ES, SPSA, DeepZero, Exact, LikelihoodRatio, mezo
 from flops.groups import Group
+from flops.step_report import StepReport
 
 __version__ = "0.1.0"
 

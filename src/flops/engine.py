@@ -10,24 +10,22 @@ import copy
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flops.allocators.base import Allocator, Signal
+from flops.allocation import check_allocators, floor_of, spend, total_budgets
+from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
 from flops.batch import Batch, LossFunction, positions
-from flops.errors import BatchError, CoverageError, FlopsError, QueryError
-from flops.estimators.base import Binding
+from flops.embedding import Embedding
+from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.groups import Group, ResolvedGroup, resolve
 from flops.guards import (
-    Buffers,
     RandomState,
-    check_counts,
     check_deterministic,
     check_finite,
     check_modes,
@@ -35,52 +33,14 @@ from flops.guards import (
     slow_attention_path,
     unwrap,
 )
+from flops.layout import Layouts
 from flops.local import Gradients, add_gradients
-from flops.queries import Estimate, ForwardEquivalents, Ledger, Queries
+from flops.queries import Ledger, Queries
 from flops.replay import Passes
-from flops.structure import FEW, MORE, Structure, inspect
-from flops.trace import signal_to_noise
+from flops.step_report import ForwardEquivalents, StepReport
 
 SCHEMA = 1
 DEFAULT_CHUNK = 256
-MOST_LAYOUTS = 64
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step saw and cost.
-
-    Attributes:
-        loss: Mean clean loss of the batch.
-        queries: Rows run under noise, over all groups.
-        forward_equivalents: Cost in passes of one point; its parts are attributes.
-        counts: Queries of each point, shape (B,), by group.
-        snr: Signal-to-noise ratio of the gradient estimate, by group.
-        seconds: Time of the step.
-    """
-
-    loss: float
-    queries: int
-    forward_equivalents: ForwardEquivalents
-    counts: dict[str, Tensor]
-    snr: dict[str, float]
-    seconds: float
-
-
-@dataclass
-class _Layout:
-    """What is known about one kind of input.
-
-    ``alone`` if it was seen with a single point, which cannot show whether points mix.
-    """
-
-    structure: Structure
-    bindings: list[Binding]
-    alone: bool
-
-    @property
-    def needed(self) -> frozenset[int]:
-        return frozenset().union(*(binding.needed for binding in self.bindings))
 
 
 class ForwardGradient:
@@ -128,10 +88,11 @@ class ForwardGradient:
             groups = automatic_groups(self.modules, LikelihoodRatio())
         self.groups: list[ResolvedGroup] = resolve(groups, self.modules, self.model)
         self.allocators = {g.name: copy.deepcopy(allocator or Equal()) for g in self.groups}
+        check_allocators(self.groups, self.allocators)
         self.memory: dict[str, dict[str, Any]] = {group.name: {} for group in self.groups}
         self.step = 0
-        self._layouts: dict[Any, _Layout] = {}
-        self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        embed = any(isinstance(a, Learner) and a.wants_embeddings for a in self.allocators.values())
+        self._layouts = Layouts(self.model, self.modules, self.groups, reuse, embedding, embed)
 
     def estimate(
         self, inputs: Any, targets: Any = None, *, index: Tensor | Sequence[int] | None = None
@@ -159,16 +120,17 @@ class ForwardGradient:
         state = RandomState()
         ledger = Ledger()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
+        allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
         try:
             with slow_attention_path(), no_autocast_cache():
-                layout, probe = self._layout(batch, state)
+                layout, probe = self._layouts.find(batch, state)
                 passes = Passes(self.model, self.modules, layout.structure, batch)
                 with torch.no_grad():
-                    losses, record = passes.clean(layout.needed)
+                    losses, record = passes.clean(layout.needed, layout.embedding)
                 check_deterministic(state, self.modules)
                 check_finite(losses, "the clean pass")
-                counts = self._allocate(losses, places)
-                estimates = []
+                signals = self._signals(losses, places, layout.embedding)
+                spent = []
                 for number, (group, binding) in enumerate(
                     zip(self.groups, layout.bindings, strict=True)
                 ):
@@ -177,7 +139,7 @@ class ForwardGradient:
                         passes,
                         record,
                         losses,
-                        counts[group.name],
+                        torch.zeros(batch.size, dtype=torch.long),
                         (self.seed, self.step, number),
                         ids,
                         self.chunk,
@@ -185,108 +147,54 @@ class ForwardGradient:
                         memory[group.name],
                     )
                     with torch.no_grad():
-                        estimates.append(group.estimator.estimate(binding, queries))
+                        allocator = allocators[group.name]
+                        spent.append(spend(group, binding, allocator, signals[number], queries))
                 check_deterministic(state, self.modules)
         finally:
             state.restore()
-        named = zip(self.groups, estimates, strict=True)
+        named = {group.name: s for group, s in zip(self.groups, spent, strict=True)}
         report = StepReport(
             loss=float(losses.mean()),
             queries=ledger.rows,
             forward_equivalents=ForwardEquivalents(
                 float(batch.size), ledger.queries, ledger.local, float(probe)
             ),
-            counts=counts,
-            snr={group.name: signal_to_noise(e, batch.size) for group, e in named},
+            counts={name: s.counts for name, s in named.items()},
+            dropped={name: s.dropped for name, s in named.items()},
+            snr={name: s.signal_to_noise for name, s in named.items()},
             seconds=time.perf_counter() - started,
         )
         # Nothing is written before this line, so that whatever fails leaves all as it was.
-        self._commit(estimates)
-        self.memory = memory
+        self._commit([s.gradients for s in spent])
+        self.memory, self.allocators = memory, allocators
         self.step += 1
         return report
 
-    def _layout(self, batch: Batch, state: RandomState) -> tuple[_Layout, int]:
-        """The structure for this kind of input, and how many rows it took to find out."""
-        trainable = {id(p): n for n, p in self.model.named_parameters() if p.requires_grad}
-        before = {n: id(p) for n, p in self._trainable.items()}
-        changed = {n for n, _ in before.items() ^ {n: i for i, n in trainable.items()}.items()}
-        if changed:
-            raise CoverageError(
-                f"parameters were frozen, unfrozen or replaced since this ForwardGradient was "
-                f"made: {sorted(changed)[:5]}. Make a new one, and load the state_dict of this one."
-            )
-        modes = tuple(module.training for module in self.modules.values())
-        kinds = tuple((p.dtype, p.device) for p in self.model.parameters())
-        key = (batch.signature(), modes, kinds)
-        known = self._layouts.get(key)
-        if known and not (known.alone and batch.size > 1):
-            return known, 0
-        buffers = Buffers(self.modules)
-        try:
-            with torch.no_grad():
-                structure = inspect(self.model, self.modules, batch, trainable)
-                check_deterministic(state, self.modules)
-                buffers.check()
-                # A trial of what can be reused compares losses, so they must be numbers.
-                check_finite(structure.losses, "the clean pass", structure.rows)
-                passes = Passes(self.model, self.modules, structure, batch)
-                bindings = [g.estimator.bind(g, passes, self.reuse) for g in self.groups]
-        except BatchError:  # losses that differ from pass to pass may have a simpler cause
-            check_deterministic(state, self.modules)
-            buffers.check()
-            raise
-        finally:
-            buffers.restore()
-        self._check_uses(structure, bindings, trainable)
-        structure.outputs = {}
-        if len(self._layouts) >= MOST_LAYOUTS:
-            self._layouts.pop(next(iter(self._layouts)))  # the oldest
-        self._layouts[key] = _Layout(structure, bindings, batch.size == 1)
-        return self._layouts[key], FEW + MORE + passes.trials * MORE
-
-    def _check_uses(
-        self, structure: Structure, bindings: Sequence[Binding], trainable: Mapping[int, str]
-    ) -> None:
-        for use in structure.uses:
-            if not any(binding.covers(use) for binding in bindings):
-                where = [structure.calls[c].name for c in use.calls if structure.calls[c].name]
-                place = f"inside '{where[-1]}'" if where else "in the model's own forward"
-                raise CoverageError(
-                    f"parameter '{trainable[use.parameter]}' is also used {place}, which lies in "
-                    "no group: its gradient would miss that use. Add that module to a group, or "
-                    "give the parameter as Group(parameters=[...], estimator=SPSA(shared=True))."
-                )
-
-    def _allocate(self, losses: Tensor, index: Tensor | None) -> dict[str, Tensor]:
-        counts = {}
-        for group in self.groups:
-            if group.estimator.minimum_queries == 0:  # it makes none
-                counts[group.name] = torch.zeros(len(losses), dtype=torch.long)
-                continue
-            signal = Signal(
+    def _signals(
+        self, losses: Tensor, index: Tensor | None, embedding: Embedding | None
+    ) -> list[Signal]:
+        """What each group's allocator may know about this batch."""
+        size = len(losses)
+        budgets = total_budgets(self.groups, self.allocators, self.memory, size)
+        return [
+            Signal(
                 losses.detach().cpu(),
-                group.budget(len(losses)),
+                budgets[group.name],
                 group.estimator.unit,
-                group.estimator.minimum_queries,
+                floor_of(self.allocators[group.name], group),
                 group.name,
                 index,
+                None if embedding is None else embedding.value[:size],
+                (self.seed, self.step, number),
             )
-            found = counts[group.name] = self.allocators[group.name].allocate(signal)
-            check_counts(found, signal)
-            if group.estimator.shared and len(set(found.tolist())) > 1:
-                raise QueryError(
-                    f"group '{group.name}': its draws are shared by the batch, so every point "
-                    "must get the same number of queries; make `queries` a whole number of "
-                    f"draws ({group.estimator.unit} queries each), or use independent draws"
-                )
-        return counts
+            for number, group in enumerate(self.groups)
+        ]
 
-    def _commit(self, estimates: Sequence[Estimate]) -> None:
+    def _commit(self, found: Sequence[Gradients]) -> None:
         total: Gradients = {}
-        for estimate in estimates:
-            add_gradients(total, estimate.gradients)
-            estimate.gradients.clear()
+        for gradients in found:
+            add_gradients(total, gradients)
+            gradients.clear()
         with torch.no_grad():
             while total:  # one by one, so that copy and original never stand side by side for all
                 parameter, gradient = total.popitem()
@@ -294,10 +202,6 @@ class ForwardGradient:
                     parameter.grad.add_(gradient.to(parameter))
                 else:  # a copy: autograd may hand out one tensor for two parameters
                     parameter.grad = gradient.to(parameter, copy=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Layouts know parameters by their identity, which no copy shares: it finds its own.
-        return {**self.__dict__, "_layouts": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs beside model and optimizer."""

@@ -7,7 +7,7 @@ graph ever spans more than one target, whatever arguments its modules take.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ def local_products(
     targets: Sequence[LocalTarget],
     deltas: Mapping[int, Mapping[int, Tensor]],
     places: Tensor | None = None,
+    watch: Callable[[LocalTarget, Any], None] | None = None,
 ) -> Gradients:
     """Sum over the points of D_theta phi^T delta, for each target.
 
@@ -63,6 +64,7 @@ def local_products(
         deltas: By the number of a target's last call and the position of a tensor in its output:
             the gradient of the loss with respect to that tensor, for these points.
         places: Positions of the points in the record, if not the points themselves.
+        watch: Sees each target and its (args, kwargs).
     """
     total: Gradients = {}
     around: dict[int, Action] = {}
@@ -70,7 +72,8 @@ def local_products(
     for target in targets:
         if target.first != target.last:
             around[target.first] = _open
-        around[target.last] = _product(target, deltas[target.last], total, target.last == final)
+        leave = target.last == final
+        around[target.last] = _product(target, deltas[target.last], total, leave, watch)
     with torch.no_grad():
         try:
             passes.run(prefix, record, points, around=around, places=places)
@@ -96,11 +99,17 @@ def _open(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _product(
-    target: LocalTarget, deltas: Mapping[int, Tensor], total: Gradients, leave: bool
+    target: LocalTarget,
+    deltas: Mapping[int, Tensor],
+    total: Gradients,
+    leave: bool,
+    watch: Callable[[LocalTarget, Any], None] | None,
 ) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target.first == target.last:
             args, kwargs = _detached(args), _detached(kwargs)
+        if watch is not None:
+            watch(target, (args, kwargs))
         with torch.enable_grad():
             leaves, spec = tree_flatten(forward(*args, **kwargs))
         pairs = [(leaves[i], d) for i, d in deltas.items() if leaves[i].requires_grad]

@@ -6,8 +6,9 @@ Everything an estimator runs goes through here, so every query is counted and ev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,39 +23,6 @@ from flops.script import Action
 from flops.structure import Call
 
 ROUNDING_UNITS = 50
-
-
-class ForwardEquivalents(float):
-    """Cost in forward passes of one point, with its parts.
-
-    Attributes:
-        clean: The noise-free pass, one per point.
-        queries: Rows of the queries, each weighted by the part of the model that really ran.
-        local: Local products: forward through the targets once, and twice that for the product.
-        probe: The few rows that find out the structure of a new kind of input.
-    """
-
-    clean: float
-    queries: float
-    local: float
-    probe: float
-
-    def __new__(
-        cls, clean: float = 0.0, queries: float = 0.0, local: float = 0.0, probe: float = 0.0
-    ) -> ForwardEquivalents:
-        """Sum the parts and keep them."""
-        self = super().__new__(cls, clean + queries + local + probe)
-        self.clean, self.queries, self.local, self.probe = clean, queries, local, probe
-        return self
-
-    def parts(self) -> dict[str, float]:
-        """The parts by name."""
-        return {
-            "clean": self.clean,
-            "queries": self.queries,
-            "local": self.local,
-            "probe": self.probe,
-        }
 
 
 @dataclass
@@ -74,13 +42,14 @@ class Estimate:
         gradients: Gradient of the mean loss, by parameter.
         slopes: One slope w = (l - b) / sigma per draw, shape (draws,).
         points: The point of each draw; None if the draws are shared by the batch.
-        factor: Per-point trace of one draw's covariance over its squared slope.
+        factors: Trace of one draw's covariance over its squared slope: one number, or one for
+            each point, shape (B,).
     """
 
     gradients: Gradients
     slopes: Tensor = field(default_factory=lambda: torch.empty(0))
     points: Tensor | None = None
-    factor: float = 0.0
+    factors: float | Tensor = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,10 +112,12 @@ class Queries:
         prefix: Prefix,
         targets: Sequence[LocalTarget],
         deltas: Mapping[int, Mapping[int, Tensor]],
+        watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
     ) -> Gradients:
         """Local products of all points; charged. See `flops.local`.
 
-        Deltas of shape (B, ...) have their batch first here.
+        Deltas of shape (B, ...) have their batch first here. ``watch`` sees the points, each
+        target and its arguments.
         """
         total: Gradients = {}
         calls = self.passes.structure.calls
@@ -159,9 +130,16 @@ class Queries:
                 }
                 for number, by_leaf in deltas.items()
             }
-            add_gradients(
-                total, local_products(self.passes, prefix, self.record, points, targets, part)
+            found = local_products(
+                self.passes,
+                prefix,
+                self.record,
+                points,
+                targets,
+                part,
+                watch=None if watch is None else partial(watch, points),
             )
+            add_gradients(total, found)
         self.ledger.local += self.size * self._local_share(targets)
         return total
 
@@ -185,7 +163,7 @@ class Queries:
                 f"{ROUNDING_UNITS} rounding units ({unit:.1e} each), so slopes are mostly noise; "
                 f"raise sigma{nothing}",
                 PrecisionWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,16 @@ _OTHER_ROWS = torch.tensor([1, 2])
 
 Record = Mapping[int, list[Any]]
 """Recorded leaves of a call's output, by call number."""
+
+
+class Watch(Protocol):
+    """Looks at one call of the clean pass."""
+
+    @property
+    def call(self) -> int: ...  # noqa: D102
+
+    def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None: ...  # noqa: D102
+
 
 Edit = Callable[[Any], Any]
 """Changes the output of a call, for example by adding noise."""
@@ -63,17 +73,27 @@ class Passes:
         self.model, self.modules, self.structure, self.batch = model, modules, structure, batch
         self.trials = 0
 
-    def clean(self, wanted: Iterable[int]) -> tuple[Tensor, Record]:
-        """The noise-free pass: one loss per point, and the outputs of the wanted calls."""
+    def clean(self, wanted: Iterable[int], watch: Watch | None = None) -> tuple[Tensor, Record]:
+        """The noise-free pass: one loss per point, and the outputs of the wanted calls.
+
+        Args:
+            wanted: Numbers of calls to record.
+            watch: Sees the arguments and the output of one call.
+        """
         calls, record = self.structure.calls, {}
         wanted = set(wanted)
 
         def keep(number: int) -> Action | None:
-            if number not in wanted:
+            watched = watch is not None and watch.call == number
+            if number not in wanted and not watched:
                 return None
 
             def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 out = forward(*args, **kwargs)
+                if watch is not None and watched:
+                    watch.see(args, kwargs, out)
+                if number not in wanted:
+                    return out
                 leaves = tree_flatten(out)[0]
                 if calls[number].mutated:
                     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]

@@ -1,25 +1,94 @@
 """How noisy an estimate is, from the scalars of the queries alone.
 
-One draw of point j has the covariance trace Tr_j = mean_i w_ij^2 * F_j, with the slopes w and a
-factor F_j: |D_theta phi(x_j)|_F^2 for likelihood ratio, the number of perturbed parameters for
-ES and SPSA. The batch gradient's variance is then V = (1/B^2) sum_j Tr_j / n_j, n_j draws.
+One draw of point j has the covariance trace
+
+    Tr_j = mean_i w_ij^2 * F_j   (plus a small term),
+
+with the slopes w and a factor F_j: |D_theta phi(x_j)|_F^2 for likelihood ratio, the number of
+perturbed parameters for ES and SPSA. The batch gradient's variance is then
+V = (1/B^2) sum_j Tr_j / n_j for n_j draws.
+
+F_j has a closed form for common leaves (for a Linear's weight d_out * sum_t |x_t|^2; the bias adds
+d_out per token). For a block or stage it is one number for all points, from a random local
+product; it varies little over the points and slowly over the steps.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flops.allocators.base import Traces
+from flops.local import Gradients, LocalTarget
 from flops.noise import NoiseStream
 from flops.queries import Estimate, Queries
 from flops.sites import Sites
+
+CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
+
+
+class LeafEnergies:
+    """Collects F_j = sum over targets of |D_theta phi(x_j)|_F^2 while the local products run."""
+
+    def __init__(self, sites: Sites, queries: Queries) -> None:
+        modules, calls = queries.passes.modules, queries.passes.structure.calls
+        self._modules = {t.last: modules[calls[t.last].name] for t in sites.local}
+        self.total = torch.zeros(queries.size, dtype=torch.float64)
+        self.closed = all(
+            t.first == t.last
+            and type(self._modules[t.last]) in CLOSED_FORMS
+            and calls[t.last].inputs[0].axis == 0
+            for t in sites.local
+        )
+
+    def see(self, points: Tensor, target: LocalTarget, given: Any) -> None:
+        """Add the energies of one target for these points."""
+        if self.closed:
+            args, kwargs = given
+            x = args[0] if args else next(iter(kwargs.values()))
+            found = leaf_energy(self._modules[target.last], x)
+            self.total[points] += found.double().cpu()
+
+
+def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
+    """|D_theta phi(x)|_F^2 of each row, for the trainable parameters of a leaf, shape (rows,)."""
+    weight: Any = module.weight
+    bias: Any = getattr(module, "bias", None)
+    rows, squares = len(x), x.detach()
+    if isinstance(module, nn.Linear):
+        outputs = x[0].numel() // module.in_features * module.out_features
+        squares = squares.square().flatten(1).sum(1) * module.out_features
+    elif isinstance(module, nn.LayerNorm):
+        normal = F.layer_norm(squares, tuple(module.normalized_shape), eps=module.eps)
+        outputs, squares = normal[0].numel(), normal.square().flatten(1).sum(1)
+    elif isinstance(module, nn.Embedding):
+        used = squares != (-1 if module.padding_idx is None else module.padding_idx)
+        outputs, squares = 0, used.flatten(1).sum(1).float() * module.embedding_dim
+    else:
+        assert isinstance(module, nn.Conv1d | nn.Conv2d)
+        ones = torch.ones(module.groups, *weight.shape[1:], dtype=x.dtype, device=x.device)
+        if module.padding_mode != "zeros":
+            padded: Any = module._reversed_padding_repeated_twice
+            squares = F.pad(squares, padded, mode=module.padding_mode)
+        padding: Any = module.padding if module.padding_mode == "zeros" else 0
+        convolve: Any = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
+        patches = convolve(
+            squares.square(), ones, None, module.stride, padding, module.dilation, module.groups
+        )
+        outputs = patches[0, 0].numel() * module.out_channels
+        squares = patches.flatten(1).sum(1) * (module.out_channels // module.groups)
+    total = squares if weight is not None and weight.requires_grad else torch.zeros(rows)
+    return total + outputs if bias is not None and bias.requires_grad else total
 
 
 def jacobian_energy(sites: Sites, queries: Queries) -> float:
     """Mean over points of |D_theta phi|_F^2, by one random local product.
 
-    For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. It varies little over the
-    points and slowly over the steps, so it is measured in a group's first step and kept.
+    For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. Measured in a group's
+    first step and kept.
     """
     if "jacobian_energy" not in queries.memory:
         ones = [1] * queries.size
@@ -27,8 +96,7 @@ def jacobian_energy(sites: Sites, queries: Queries) -> float:
         points = torch.arange(queries.size)
         signs = stream.rows(points, torch.zeros_like(points))
         gradients = queries.local(sites.local_prefix, sites.local, sites.split(signs))
-        energy = sum(float(g.double().square().sum()) for g in gradients.values())
-        queries.memory["jacobian_energy"] = energy / queries.size
+        queries.memory["jacobian_energy"] = energy(gradients) / queries.size
     return float(queries.memory["jacobian_energy"])
 
 
@@ -39,19 +107,24 @@ def mean_by_point(values: Tensor, points: Tensor, size: int) -> tuple[Tensor, Te
     return sums / counts.clamp(min=1), counts
 
 
+def traces_of(estimate: Estimate, size: int) -> Traces:
+    """Tr_j of every point from the slopes of its own draws."""
+    assert estimate.points is not None
+    squares, draws = mean_by_point(estimate.slopes.double().square(), estimate.points, size)
+    return Traces(squares, draws, torch.as_tensor(estimate.factors).double().expand(size))
+
+
 def variance(estimate: Estimate, size: int) -> float:
     """V, the trace of the batch gradient's covariance."""
-    squares = estimate.slopes.double().square()
-    if estimate.points is None:  # shared draws: one slope for the whole batch
-        return float(squares.mean()) * estimate.factor / len(squares)
-    mean, counts = mean_by_point(squares, estimate.points, size)
-    return float((mean / counts.clamp(min=1)).sum()) * estimate.factor / size**2
-
-
-def signal_to_noise(estimate: Estimate, size: int) -> float:
-    """(|g|^2 - V) / V, at least 0: E |g|^2 is the squared true gradient plus V."""
     if len(estimate.slopes) == 0:
-        return float("inf")
-    noise = variance(estimate, size)
-    energy = sum(float(g.double().square().sum()) for g in estimate.gradients.values())
-    return max(0.0, energy - noise) / noise if noise > 0 else 0.0
+        return 0.0
+    if estimate.points is None:  # shared draws: one slope for the whole batch
+        squares = estimate.slopes.double().square()
+        return float(squares.mean()) * float(estimate.factors) / len(squares)
+    traces = traces_of(estimate, size)
+    return float((traces.values / traces.draws.clamp(min=1)).sum()) / size**2
+
+
+def energy(gradients: Gradients) -> float:
+    """|g|^2 over all parameters."""
+    return sum(float(g.double().square().sum()) for g in gradients.values())

@@ -1,7 +1,20 @@
 """Query allocators: given a budget, how many queries each point of the batch gets."""
 
-from flops.allocators.base import Allocator, Signal
+from flops.allocators.base import Allocator, Learner, Signal, Traces
+from flops.allocators.bernoulli import Bernoulli
 from flops.allocators.equal import Equal
 from flops.allocators.fixed import Fixed
+from flops.allocators.gaussian import Gaussian
+from flops.allocators.neyman import Neyman
 
-__all__ = ["Allocator", "Equal", "Fixed", "Signal"]
+__all__ = [
+    "Allocator",
+    "Bernoulli",
+    "Equal",
+    "Fixed",
+    "Gaussian",
+    "Learner",
+    "Neyman",
+    "Signal",
+    "Traces",
+]

@@ -19,6 +19,8 @@ class Signal:
         minimum: Fewest queries of a point, a multiple of the unit.
         group: Name of the group.
         index: Positions of the points in the data set, if given.
+        embeddings: Representations of the points, shape (B, E), if the allocator wants them.
+        key: (seed, step, group), for random choices of the allocator.
     """
 
     losses: Tensor
@@ -27,13 +29,37 @@ class Signal:
     minimum: int
     group: str
     index: Tensor | None = None
+    embeddings: Tensor | None = None
+    key: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a step's queries showed about the noise of each point's estimate.
+
+    Attributes:
+        squares: Mean squared slope of each point, shape (B,); 0 for a point without draws.
+        draws: Number of draws behind it, shape (B,).
+        factors: Trace of a draw's covariance over its squared slope, shape (B,).
+    """
+
+    squares: Tensor
+    draws: Tensor
+    factors: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """Tr_j, the trace of the covariance of one draw, shape (B,)."""
+        return self.squares * self.factors
 
 
 @runtime_checkable
 class Allocator(Protocol):
     """Decides how many queries each point of a batch gets.
 
-    The engine keeps one copy per group, so an allocator may hold what it learned in attributes.
+    The engine keeps one copy per group, so an allocator may hold what it learned in attributes;
+    it replaces them and never writes into them, so that a failed step leaves the old ones.
+    An attribute ``min_queries`` (1 if there is none) is the fewest queries of a point.
     """
 
     def allocate(self, signal: Signal) -> Tensor:
@@ -46,4 +72,25 @@ class Allocator(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        ...
+
+
+@runtime_checkable
+class Learner(Allocator, Protocol):
+    """An allocator that learns from the queries.
+
+    Attributes:
+        pilot: Queries per point that are made before allocating, to learn from on this very
+            batch; 0 learns from the queries of a step for the next one.
+        wants_embeddings: Whether `Signal.embeddings` is needed.
+    """
+
+    @property
+    def pilot(self) -> int: ...  # noqa: D102
+
+    @property
+    def wants_embeddings(self) -> bool: ...  # noqa: D102
+
+    def learn(self, signal: Signal, traces: Traces) -> None:
+        """Take in what the queries of this batch showed."""
         ...

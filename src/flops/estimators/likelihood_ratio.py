@@ -30,7 +30,7 @@ from flops.replay import Passes
 from flops.site_checks import check_sites
 from flops.sites import Sites
 from flops.structure import Call
-from flops.trace import jacobian_energy
+from flops.trace import LeafEnergies, jacobian_energy
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
@@ -143,8 +143,10 @@ class LikelihoodRatio:
         if self.baseline != "none":
             queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
         deltas = binding.split(delta / queries.size)
-        gradients = queries.local(binding.local_prefix, binding.local, deltas)
-        return Estimate(gradients, w, at, jacobian_energy(binding, queries))
+        energies = LeafEnergies(binding, queries)
+        gradients = queries.local(binding.local_prefix, binding.local, deltas, energies.see)
+        factors = energies.total if energies.closed else jacobian_energy(binding, queries)
+        return Estimate(gradients, w, at, factors)
 
     def _difference(self, losses: Tensor, clean: Tensor) -> Tensor:
         if self.baseline == "antithetic":

@@ -1,0 +1,183 @@
+"""How a group's budget is spent: pilot, allocation, queries, learning.
+
+Counts must not depend on the noise they weight. Without a pilot the queries of a step teach the
+allocator for the next one. With a pilot of q queries per point (charged to the budget), it learns
+on this very batch, and the two estimates are combined with weights fixed in advance,
+
+    g = a g_pilot + (1 - a) g_later,   a = q / (q + mean later count),
+
+never pooled by 1/A_j, which would bias the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flops.allocators.base import Allocator, Learner, Signal
+from flops.allocators.equal import Equal
+from flops.allocators.fixed import Fixed
+from flops.allocators.neyman import Neyman, split_budgets
+from flops.errors import QueryError
+from flops.groups import ResolvedGroup
+from flops.guards import check_counts
+from flops.local import Gradients
+from flops.queries import Estimate, Queries
+from flops.trace import energy, traces_of, variance
+
+PILOT = 7  # sets the pilot's noise apart from the later queries'
+KEEP = 0.9  # of a group's running demand from step to step
+
+
+@dataclass
+class Spent:
+    """A group's estimate and what it took.
+
+    Attributes:
+        gradients: Gradient of the mean loss, by parameter.
+        counts: Queries of each point, the pilot included, shape (B,).
+        dropped: Points without any query.
+        noise: Trace of the covariance of the gradient; 0 if there is no sampling noise.
+    """
+
+    gradients: Gradients
+    counts: Tensor
+    dropped: int
+    noise: float
+    signal_to_noise: float
+
+
+def floor_of(allocator: Allocator, group: ResolvedGroup) -> int:
+    """Fewest queries of a point, in whole units of the estimator."""
+    unit = group.estimator.unit
+    return -(-int(getattr(allocator, "min_queries", 1)) // unit) * unit
+
+
+def check_allocators(groups: Sequence[ResolvedGroup], allocators: dict[str, Allocator]) -> None:
+    """Give groups with shared draws equal counts; refuse if there is no other group.
+
+    With shared draws the points' errors are correlated, and J does not describe the variance.
+    """
+    noisy = [group for group in groups if group.estimator.minimum_queries > 0]
+    for group in noisy:
+        if group.estimator.shared and not isinstance(allocators[group.name], Equal | Fixed):
+            if all(other.estimator.shared for other in noisy):
+                raise QueryError(
+                    f"group '{group.name}': all points share its draws, so their errors are "
+                    "correlated and no allocation helps; use independent draws (shared=False), "
+                    "or leave the allocator out"
+                )
+            allocators[group.name] = Equal()
+
+
+def spend(
+    group: ResolvedGroup, binding: Any, allocator: Allocator, signal: Signal, queries: Queries
+) -> Spent:
+    """Run the queries of one group, and let its allocator learn from them."""
+    size = queries.size
+    if group.estimator.minimum_queries == 0:  # it makes none
+        estimate = group.estimator.estimate(binding, queries)
+        return Spent(estimate.gradients, queries.counts, 0, 0.0, float("inf"))
+    pilot = allocator.pilot if isinstance(allocator, Learner) else 0
+    before = queries.ledger.queries, queries.ledger.rows
+    if not pilot:
+        counts = _counts(group, allocator, signal)
+        estimate = group.estimator.estimate(binding, replace(queries, counts=counts))
+        _learn(allocator, signal, estimate)
+        gradients, noise = estimate.gradients, variance(estimate, size)
+        dropped = int((counts == 0).sum())
+    else:
+        unit = group.estimator.unit
+        first = torch.full((size,), -(-pilot // unit) * unit)
+        rest = replace(signal, budget=signal.budget - int(first.sum()))
+        if rest.budget < max(unit, signal.minimum) * size:
+            raise QueryError(
+                f"group '{group.name}': a pilot of {pilot} leaves {rest.budget} of "
+                f"{signal.budget} queries for {size} points; raise `queries` or lower the pilot"
+            )
+        early_queries = replace(queries, counts=first, key=(*queries.key, PILOT))
+        early = group.estimator.estimate(binding, early_queries)
+        _learn(allocator, signal, early)
+        later = _counts(group, allocator, rest)
+        late = group.estimator.estimate(binding, replace(queries, counts=later))
+        share = float(first[0]) / (float(first[0]) + float(later.double().mean()))
+        noise = share**2 * variance(early, size) + (1 - share) ** 2 * variance(late, size)
+        gradients = _combined(early.gradients, late.gradients, share)
+        counts, dropped, estimate = first + later, 0, early
+    norm = energy(gradients)
+    ratio = max(0.0, norm - noise) / noise if noise > 0 else float("inf")
+    if isinstance(allocator, Neyman) and allocator.across_groups:
+        rows = queries.ledger.rows - before[1]
+        queries.memory["query_cost"] = (queries.ledger.queries - before[0]) / max(rows, 1)
+        _note_demand(queries.memory, estimate, size, norm)
+    return Spent(gradients, counts, dropped, noise, ratio)
+
+
+def total_budgets(
+    groups: Sequence[ResolvedGroup],
+    allocators: Mapping[str, Allocator],
+    memory: Mapping[str, Mapping[str, Any]],
+    size: int,
+) -> dict[str, int]:
+    """Queries of each group; where `Neyman(across_groups=True)` knows the demands, by these."""
+    budgets = {group.name: group.budget(size) for group in groups}
+    joint = [
+        group
+        for group in groups
+        if getattr(allocators[group.name], "across_groups", False)
+        and "demand" in memory[group.name]
+    ]
+    if len(joint) < 2:
+        return budgets
+    names = [group.name for group in joint]
+    wanted = split_budgets(
+        {name: budgets[name] for name in names},
+        {name: max(1e-3, float(memory[name]["query_cost"])) for name in names},
+        {name: float(memory[name]["demand"]) for name in names},
+    )
+    for group in joint:
+        least = max(group.estimator.minimum_queries, floor_of(allocators[group.name], group))
+        pilot = int(getattr(allocators[group.name], "pilot", 0))
+        unit = group.estimator.unit
+        most = 10 * budgets[group.name]  # a group whose queries are almost free needs no more
+        enough = min(most, max(int(wanted[group.name]), (least + pilot + unit) * size))
+        budgets[group.name] = enough // unit * unit
+    return budgets
+
+
+def _counts(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Tensor:
+    counts = allocator.allocate(signal)
+    check_counts(counts, signal)
+    if group.estimator.shared and len(set(counts.tolist())) > 1:
+        raise QueryError(
+            f"group '{group.name}': its draws are shared by the batch, so every point "
+            "must get the same number of queries; make `queries` a whole number of "
+            f"draws ({group.estimator.unit} queries each), or use independent draws"
+        )
+    return counts
+
+
+def _learn(allocator: Allocator, signal: Signal, estimate: Estimate) -> None:
+    if isinstance(allocator, Learner) and estimate.points is not None:
+        allocator.learn(signal, traces_of(estimate, len(signal.losses)))
+
+
+def _combined(early: Gradients, late: Gradients, share: float) -> Gradients:
+    combined = {p: share * g for p, g in early.items()}
+    for parameter, gradient in late.items():
+        part = (1 - share) * gradient
+        combined[parameter] = combined[parameter] + part if parameter in combined else part
+    return combined
+
+
+def _note_demand(memory: dict[str, Any], estimate: Estimate, size: int, norm: float) -> None:
+    """Running sum_j sqrt(Tr_j) / |g|: under Adam only relative errors of a group count."""
+    if estimate.points is None or norm <= 0:
+        return
+    roots = float(traces_of(estimate, size).values.double().sqrt().sum())
+    now = roots / norm**0.5
+    memory["demand"] = KEEP * float(memory.get("demand", now)) + (1 - KEEP) * now

@@ -1,0 +1,91 @@
+"""Bernoulli allocation (the paper's BA): easy points are halved at random.
+
+    P(A_j = Abar / 2) = p  if l_j < mean loss,  0 otherwise;
+
+what is pruned is shared equally by the points that are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flops.allocators.base import Signal, Traces
+from flops.allocators.objective import Array, feasible, objective
+from flops.noise import mix
+from flops.plan import round_counts
+
+
+@dataclass
+class Bernoulli:
+    """Prunes points of below-average loss to half of their queries with probability p.
+
+    Args:
+        p: The probability; None learns it by the score gradient of J.
+        min_queries: Fewest queries of a point.
+        samples: Allocations sampled per update of a learned p.
+    """
+
+    p: float | None = 0.5
+    min_queries: int = 1
+    samples: int = 32
+    _logit: float = field(default=0.0, init=False, repr=False)
+
+    pilot = 0
+    wants_embeddings = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.p is not None and not 0 <= self.p <= 1:
+            raise ValueError(f"p must lie between 0 and 1, not {self.p}")
+
+    @property
+    def probability(self) -> float:
+        """The probability in use, given or learned."""
+        return self.p if self.p is not None else float(1 / (1 + np.exp(-self._logit)))
+
+    def allocate(self, signal: Signal) -> Tensor:
+        """Sample which easy points are pruned."""
+        rng = np.random.default_rng(mix(*signal.key, 1))
+        easy = _easy(signal)
+        pruned = easy & (rng.random(len(easy)) < self.probability)
+        shares = torch.from_numpy(_shares(pruned[None])[0])
+        return round_counts(shares, signal.budget, unit=signal.unit, floor=signal.minimum)
+
+    def learn(self, signal: Signal, traces: Traces) -> None:
+        """One step of the score gradient of log J with respect to the logit of p."""
+        if self.p is not None:
+            return
+        rng = np.random.default_rng(mix(*signal.key, 2))
+        easy = _easy(signal)
+        pruned = easy & (rng.random((self.samples, len(easy))) < self.probability)
+        counts = feasible(_shares(pruned), float(signal.budget), float(signal.minimum))
+        cost = np.log(np.maximum(objective(traces.values.double().numpy(), counts), 1e-300))
+        score = (pruned - self.probability)[:, easy].sum(axis=1)
+        gradient = float(((cost - cost.mean()) * score).mean())
+        self._logit = float(np.clip(self._logit - 0.2 * np.sign(gradient), -4, 4))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learned logit."""
+        return {"logit": self._logit}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the learned logit."""
+        self._logit = float(state["logit"])
+
+
+def _easy(signal: Signal) -> Any:
+    losses = signal.losses.double().numpy()
+    return losses < losses.mean()
+
+
+def _shares(pruned: Any) -> Array:
+    """Relative counts: 1/2 for the pruned, and an equal part of the rest for the others."""
+    size = pruned.shape[-1]
+    dropped = pruned.sum(axis=-1, keepdims=True)
+    rest = (size - dropped / 2) / np.maximum(size - dropped, 1)
+    return np.where(pruned, 0.5, rest)

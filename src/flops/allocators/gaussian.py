@@ -1,0 +1,237 @@
+"""The Gaussian allocator (the paper's GA): queries by loss, alike for like points, learned.
+
+    A ~ N(mu, Sigma),  mu_j = beta0 + beta1 tanh(l_j),
+    Sigma_jk = sigma^2 exp(-(1 - cos(e_j, e_k)) / (2 gamma^2)),
+
+with the points' embeddings e. The four parameters per group minimise
+J = E[sum_j Tr_j / A_j] by the likelihood-ratio gradient itself: K allocations are sampled, each is
+clipped and normalised to the budget, and E[(J - mean J) * score] moves the parameters by Adam.
+All scores are closed-form. Counts are then one sample, clipped, normalised and rounded.
+
+By convexity the best sigma is 0, so it has a lower bound, and the kernel matters only on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flops.allocators.base import Signal, Traces
+from flops.allocators.objective import Array, feasible, objective
+from flops.noise import mix
+from flops.plan import round_counts
+
+Feature = Literal["tanh", "standardised"]
+JITTER = 1e-3
+LOG_SIGMA = (np.log(0.03), np.log(1.0))
+LOG_GAMMA = (-2.0, 2.0)
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """beta0 and beta1 over the mean count, log sigma over the mean count, log gamma; and Adam's."""
+
+    theta: Array = field(default_factory=lambda: np.array([1.0, 0.5, np.log(0.2), 0.0]))
+    mean: Array = field(default_factory=lambda: np.zeros(4))
+    square: Array = field(default_factory=lambda: np.zeros(4))
+    updates: int = 0
+    calls: int = 0
+    fast: float = 1.0
+    slow: float = 1.0
+
+
+@dataclass
+class Gaussian:
+    """Learned Gaussian allocation.
+
+    Args:
+        feature: "tanh" of the loss (the paper's), or "standardised": tanh of the batch z-score,
+            for losses that sit above 2, where tanh saturates (language models).
+        kernel: False makes Sigma diagonal (the paper's ablation).
+        pilot: Queries per point to learn from before allocating, as in the paper; 0 learns from
+            the queries of a step for the next one.
+        min_queries: Fewest queries of a point; 0 follows the paper and drops points.
+        samples: K, allocations sampled per update.
+        iterations: Most updates per step; when J no longer falls, two.
+        interval: M, steps between two rounds of updates.
+        learning_rate: Adam's step on the scale-free parameters.
+    """
+
+    feature: Feature = "tanh"
+    kernel: bool = True
+    pilot: int = 0
+    min_queries: int = 1
+    samples: int = 32
+    iterations: int = 10
+    interval: int = 1
+    learning_rate: float = 0.1
+    _learned: _Learned = field(default_factory=_Learned, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.feature not in get_args(Feature):
+            raise ValueError(f"'{self.feature}' is not one of {list(get_args(Feature))}")
+        if self.samples < 4 or self.iterations < 1 or self.interval < 1 or self.pilot < 0:
+            raise ValueError("samples >= 4, iterations >= 1, interval >= 1, pilot >= 0 are needed")
+
+    @property
+    def wants_embeddings(self) -> bool:
+        """Only the kernel does."""
+        return self.kernel
+
+    @property
+    def converged(self) -> bool:
+        """Whether J has stopped falling: its fast and slow averages agree."""
+        learned = self._learned
+        settled = abs(learned.fast - learned.slow) < 0.01 * learned.slow
+        return learned.updates >= 100 and settled
+
+    def parameters(self, mean_queries: float) -> dict[str, float]:
+        """beta0, beta1, sigma and gamma of the paper, for a mean number of queries."""
+        b0, b1, log_sigma, log_gamma = self._learned.theta
+        return {
+            "beta0": float(b0 * mean_queries),
+            "beta1": float(b1 * mean_queries),
+            "sigma": float(np.exp(log_sigma) * mean_queries),
+            "gamma": float(np.exp(log_gamma)),
+        }
+
+    def allocate(self, signal: Signal) -> Tensor:
+        """Sample A, clip, normalise, round."""
+        rng = np.random.default_rng(mix(*signal.key, 1))
+        b0, b1, log_sigma, log_gamma = self._learned.theta
+        noise = rng.standard_normal(len(signal.losses))
+        if self.kernel:
+            noise = np.linalg.cholesky(_kernel(_distance(signal), log_gamma)) @ noise
+        raw = b0 + b1 * self._feature(signal) + np.exp(log_sigma) * noise
+        counts = feasible(raw, float(signal.budget), float(signal.minimum))
+        shares = torch.from_numpy(counts)
+        return round_counts(shares, signal.budget, unit=signal.unit, floor=signal.minimum)
+
+    def learn(self, signal: Signal, traces: Traces) -> None:
+        """A few updates on this batch, starting from where the last ones ended."""
+        calls = self._learned.calls + 1
+        if (calls - 1) % self.interval == 0:
+            self.fit(signal, traces, 2 if self.converged else self.iterations)
+        self._learned = _replace(self._learned, calls=calls)
+
+    def fit(self, signal: Signal, traces: Traces, iterations: int) -> None:
+        """Update the parameters this many times on one batch."""
+        trace = traces.values.double().numpy()
+        if len(trace) < 2 or not np.isfinite(trace).all() or trace.sum() <= 0:
+            return  # nothing to tell the points apart by
+        rng = np.random.default_rng(mix(*signal.key, 2))
+        phi = np.stack([np.ones(len(trace)), self._feature(signal)], axis=1)  # (B, 2)
+        distance = _distance(signal) if self.kernel else None
+        equal = float(objective(trace, np.full(len(trace), signal.budget / len(trace))))
+        root, whitened = None, phi
+        for i in range(iterations):
+            log_gamma = self._learned.theta[3]
+            if i % 10 == 0:  # a factorisation is dear, and gamma moves slowly
+                root, whitened = _factor(distance, log_gamma, phi)
+            eps = rng.standard_normal((self.samples // 2, len(trace)))
+            eps = np.concatenate([eps, -eps])  # antithetic
+            raw = self._raw(phi, eps if root is None else eps @ root.T)
+            counts = feasible(raw, float(signal.budget), float(signal.minimum))
+            cost = objective(trace, counts) / equal
+            last = i % 10 == 9 or i == iterations - 1
+            scores = self._scores(eps, whitened, root, distance if last else None)
+            self._update((cost - cost.mean()) @ scores / len(cost), phi, float(cost.mean()))
+
+    def _raw(self, phi: Array, noise: Array) -> Array:
+        theta = self._learned.theta
+        return np.asarray(phi @ theta[:2] + np.exp(theta[2]) * noise)
+
+    def _scores(
+        self, eps: Array, whitened: Array, root: Array | None, distance: Array | None
+    ) -> Array:
+        """Gradient of log density of each sample with respect to the four parameters, (K, 4).
+
+        With raw = mu + sigma L eps and K = L L^T: d/d beta = phi^T L^-T eps / sigma,
+        d/d log sigma = |eps|^2 - B, and d/d log gamma = (v^T K' v - tr(K^-1 K')) / 2 with
+        v = L^-T eps.
+        """
+        log_sigma, log_gamma = self._learned.theta[2:]
+        scores = np.zeros((len(eps), 4))
+        scores[:, :2] = eps @ whitened / np.exp(log_sigma)
+        scores[:, 2] = np.square(eps).sum(axis=1) - eps.shape[1]
+        if distance is not None and root is not None:
+            slope = np.exp(-distance / (2 * np.exp(2 * log_gamma)))
+            slope = slope * distance / np.exp(2 * log_gamma)
+            inverse = np.linalg.inv(root)
+            v = eps @ inverse
+            trace = float((inverse @ slope * inverse).sum())
+            scores[:, 3] = ((v @ slope * v).sum(axis=1) - trace) / 2
+        return scores
+
+    def _update(self, gradient: Array, phi: Array, cost: float) -> None:
+        """Adam; afterwards beta is scaled so that the mean count is the budget's."""
+        old = self._learned
+        # In units in which the feature has size one, so that small losses learn as fast.
+        size = np.array([1.0, max(1e-6, float(np.sqrt(np.square(phi[:, 1]).mean()))), 1.0, 1.0])
+        gradient = gradient / size
+        updates = old.updates + 1
+        mean = 0.9 * old.mean + 0.1 * gradient
+        square = 0.99 * old.square + 0.01 * np.square(gradient)
+        step = (mean / (1 - 0.9**updates)) / (np.sqrt(square / (1 - 0.99**updates)) + 1e-12)
+        theta = old.theta - self.learning_rate * step / size
+        middle = float((phi @ theta[:2]).mean())
+        if middle > 0.05:
+            theta[:2] /= middle
+            theta[2] -= np.log(middle)
+        theta[2] = np.clip(theta[2], *LOG_SIGMA)
+        theta[3] = np.clip(theta[3], *LOG_GAMMA)
+        fast, slow = 0.9 * old.fast + 0.1 * cost, 0.98 * old.slow + 0.02 * cost
+        self._learned = _Learned(theta, mean, square, updates, old.calls, fast, slow)
+
+    def _feature(self, signal: Signal) -> Array:
+        losses = signal.losses.double().numpy()
+        if self.feature == "standardised":
+            losses = (losses - losses.mean()) / (losses.std() + 1e-12)
+        return np.asarray(np.tanh(losses))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and the optimizer's averages."""
+        learned = self._learned
+        arrays = ("theta", "mean", "square")
+        return {name: torch.from_numpy(getattr(learned, name).copy()) for name in arrays} | {
+            name: getattr(learned, name) for name in ("updates", "calls", "fast", "slow")
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore them."""
+        values: dict[str, Any] = {
+            k: v.numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()
+        }
+        self._learned = _Learned(**values)
+
+
+def _replace(learned: _Learned, **changes: Any) -> _Learned:
+    return _Learned(**{**vars(learned), **changes})
+
+
+def _distance(signal: Signal) -> Array:
+    """1 - cosine similarity of the embeddings; without any, all points are alike."""
+    if signal.embeddings is None:
+        return np.zeros((len(signal.losses), len(signal.losses)))
+    vectors = signal.embeddings.double().numpy()
+    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return np.asarray(np.clip(1 - vectors @ vectors.T, 0, 2))
+
+
+def _kernel(distance: Array, log_gamma: float) -> Array:
+    kernel = np.exp(-distance / (2 * np.exp(2 * log_gamma)))
+    kernel[np.diag_indices(len(kernel))] += JITTER  # duplicated points make it singular
+    return np.asarray(kernel)
+
+
+def _factor(distance: Array | None, log_gamma: float, phi: Array) -> tuple[Array | None, Array]:
+    """L of the kernel and L^-1 phi."""
+    if distance is None:
+        return None, phi
+    root = np.linalg.cholesky(_kernel(distance, log_gamma))
+    return np.asarray(root), np.asarray(np.linalg.solve(root, phi))
