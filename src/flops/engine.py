@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
 from flops.batch import Batch, LossFunction, positions
-from flops.embedding import Embedding
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.groups import Group, ResolvedGroup, resolve
@@ -35,8 +35,8 @@ from flops.guards import (
 )
 from flops.layout import Layouts
 from flops.local import Gradients, add_gradients
-from flops.queries import Ledger, Queries
 from flops.replay import Passes
+from flops.session import Session
 from flops.step_report import ForwardEquivalents, StepReport
 
 SCHEMA = 1
@@ -111,53 +111,27 @@ class ForwardGradient:
             FlopsError: With parameters, gradients, hooks and random state as before.
         """
         started = time.perf_counter()
-        if torch.is_inference_mode_enabled():
-            raise FlopsError("call estimate outside of torch.inference_mode: it makes gradients")
-        batch = Batch(inputs, targets, self.loss_fn)
-        places = positions(index, batch.size)
-        ids: list[int] = torch.arange(batch.size).tolist() if places is None else places.tolist()
-        check_modes(self.modules)
-        state = RandomState()
-        ledger = Ledger()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
-        try:
-            with slow_attention_path(), no_autocast_cache():
-                layout, probe = self._layouts.find(batch, state)
-                passes = Passes(self.model, self.modules, layout.structure, batch)
-                with torch.no_grad():
-                    losses, record = passes.clean(layout.needed, layout.embedding)
-                check_deterministic(state, self.modules)
-                check_finite(losses, "the clean pass")
-                signals = self._signals(losses, places, layout.embedding)
-                spent = []
-                for number, (group, binding) in enumerate(
-                    zip(self.groups, layout.bindings, strict=True)
-                ):
-                    queries = Queries(
-                        group.name,
-                        passes,
-                        record,
-                        losses,
-                        torch.zeros(batch.size, dtype=torch.long),
-                        (self.seed, self.step, number),
-                        ids,
-                        self.chunk,
-                        ledger,
-                        memory[group.name],
+        spent = []
+        with self.session(inputs, targets, index) as session:
+            for number, group in enumerate(self.groups):
+                spent.append(
+                    spend(
+                        group,
+                        session.layout.bindings[number],
+                        allocators[group.name],
+                        self.signal(number, session),
+                        session.queries(group.name, self.key(number), memory[group.name]),
                     )
-                    with torch.no_grad():
-                        allocator = allocators[group.name]
-                        spent.append(spend(group, binding, allocator, signals[number], queries))
-                check_deterministic(state, self.modules)
-        finally:
-            state.restore()
+                )
+        losses, ledger = session.losses, session.ledger
         named = {group.name: s for group, s in zip(self.groups, spent, strict=True)}
         report = StepReport(
             loss=float(losses.mean()),
             queries=ledger.rows,
             forward_equivalents=ForwardEquivalents(
-                float(batch.size), ledger.queries, ledger.local, float(probe)
+                float(len(losses)), ledger.queries, ledger.local, float(session.probe)
             ),
             counts={name: s.counts for name, s in named.items()},
             dropped={name: s.dropped for name, s in named.items()},
@@ -170,25 +144,51 @@ class ForwardGradient:
         self.step += 1
         return report
 
-    def _signals(
-        self, losses: Tensor, index: Tensor | None, embedding: Embedding | None
-    ) -> list[Signal]:
-        """What each group's allocator may know about this batch."""
-        size = len(losses)
-        budgets = total_budgets(self.groups, self.allocators, self.memory, size)
-        return [
-            Signal(
-                losses.detach().cpu(),
-                budgets[group.name],
-                group.estimator.unit,
-                floor_of(self.allocators[group.name], group),
-                group.name,
-                index,
-                None if embedding is None else embedding.value[:size],
-                (self.seed, self.step, number),
-            )
-            for number, group in enumerate(self.groups)
-        ]
+    @contextmanager
+    def session(
+        self, inputs: Any, targets: Any = None, index: Tensor | Sequence[int] | None = None
+    ) -> Iterator[Session]:
+        """A batch after its clean pass, for queries that start from it; see `flops.session`.
+
+        Nothing of the model changes while it is open, and the random state is restored after it.
+        """
+        if torch.is_inference_mode_enabled():
+            raise FlopsError("call estimate outside of torch.inference_mode: it makes gradients")
+        batch = Batch(inputs, targets, self.loss_fn)
+        places = positions(index, batch.size)
+        check_modes(self.modules)
+        state = RandomState()
+        try:
+            with slow_attention_path(), no_autocast_cache():
+                layout, probe = self._layouts.find(batch, state)
+                passes = Passes(self.model, self.modules, layout.structure, batch)
+                with torch.no_grad():
+                    losses, record = passes.clean(layout.needed, layout.embedding)
+                    check_deterministic(state, self.modules)
+                    check_finite(losses, "the clean pass")
+                    yield Session(layout, passes, record, losses, places, probe, self.chunk)
+                check_deterministic(state, self.modules)
+        finally:
+            state.restore()
+
+    def key(self, number: int) -> tuple[int, int, int]:
+        """Key of the noise of a group in this step."""
+        return (self.seed, self.step, number)
+
+    def signal(self, number: int, session: Session) -> Signal:
+        """What a group's allocator may know about this batch."""
+        group, size = self.groups[number], len(session.losses)
+        embedding = session.layout.embedding
+        return Signal(
+            session.losses.detach().cpu(),
+            total_budgets(self.groups, self.allocators, self.memory, size)[group.name],
+            group.estimator.unit,
+            floor_of(self.allocators[group.name], group),
+            group.name,
+            session.places,
+            None if embedding is None else embedding.value[:size],
+            self.key(number),
+        )
 
     def _commit(self, found: Sequence[Gradients]) -> None:
         total: Gradients = {}
