@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -32,6 +33,15 @@ class Signal:
     embeddings: Tensor | None = None
     key: tuple[int, ...] = (0,)
 
+    def at(self, points: Tensor) -> Signal:
+        """The signal of some of the points, or of all in another order; the budget stays."""
+        return replace(
+            self,
+            losses=self.losses[points],
+            index=None if self.index is None else self.index[points],
+            embeddings=None if self.embeddings is None else self.embeddings[points],
+        )
+
 
 @dataclass(frozen=True)
 class Traces:
@@ -51,6 +61,25 @@ class Traces:
     def values(self) -> Tensor:
         """Tr_j, the trace of the covariance of one draw, shape (B,)."""
         return self.squares * self.factors
+
+    def at(self, points: Tensor) -> Traces:
+        """Those of some of the points, or of all in another order."""
+        return Traces(self.squares[points], self.draws[points], self.factors[points])
+
+
+def measured(signal: Signal, traces: Traces) -> tuple[Signal, Traces]:
+    """Only the points that something is known about, with their part of the budget.
+
+    A point without draws has no trace, which is not a trace of zero; and one point whose slopes
+    overflowed must not spoil what the others show.
+    """
+    values = traces.values
+    known = torch.nonzero((traces.draws > 0) & torch.isfinite(values) & (values >= 0)).flatten()
+    size = len(values)
+    if len(known) == size:
+        return signal, traces
+    part = replace(signal.at(known), budget=signal.budget * len(known) // size)
+    return part, traces.at(known)
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.allocators.base import Signal, Traces
+from flops.allocators.base import Signal, Traces, measured
 from flops.allocators.objective import Array, feasible, objective
 from flops.noise import mix
 from flops.plan import round_counts
@@ -42,6 +42,8 @@ class Bernoulli:
         """Check the options."""
         if self.p is not None and not 0 <= self.p <= 1:
             raise ValueError(f"p must lie between 0 and 1, not {self.p}")
+        if self.samples < 4 or self.min_queries < 0:
+            raise ValueError("samples >= 4 and min_queries >= 0 are needed")
 
     @property
     def probability(self) -> float:
@@ -60,11 +62,15 @@ class Bernoulli:
         """One step of the score gradient of log J with respect to the logit of p."""
         if self.p is not None:
             return
+        signal, traces = measured(signal, traces)
+        values = traces.values.double().numpy()
+        if len(values) < 2 or values.max() <= 0:
+            return  # nothing to tell the points apart by
         rng = np.random.default_rng(mix(*signal.key, 2))
         easy = _easy(signal)
         pruned = easy & (rng.random((self.samples, len(easy))) < self.probability)
         counts = feasible(_shares(pruned), float(signal.budget), float(signal.minimum))
-        cost = np.log(np.maximum(objective(traces.values.double().numpy(), counts), 1e-300))
+        cost = np.log(objective(values / values.max(), counts))
         score = (pruned - self.probability)[:, easy].sum(axis=1)
         gradient = float(((cost - cost.mean()) * score).mean())
         self._logit = float(np.clip(self._logit - 0.2 * np.sign(gradient), -4, 4))
@@ -80,7 +86,8 @@ class Bernoulli:
 
 def _easy(signal: Signal) -> Any:
     losses = signal.losses.double().numpy()
-    return losses < losses.mean()
+    # The mean of equal numbers may be rounded to just above them.
+    return (losses < losses.mean()) & (losses < losses.max())
 
 
 def _shares(pruned: Any) -> Array:

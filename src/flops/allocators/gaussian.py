@@ -4,11 +4,14 @@
     Sigma_jk = sigma^2 exp(-(1 - cos(e_j, e_k)) / (2 gamma^2)),
 
 with the points' embeddings e. The four parameters per group minimise
-J = E[sum_j Tr_j / A_j] by the likelihood-ratio gradient itself: K allocations are sampled, each is
-clipped and normalised to the budget, and E[(J - mean J) * score] moves the parameters by Adam.
+J = E[sum_j Tr_j / A_j] by the likelihood-ratio gradient itself: K allocations are sampled, each
+is clipped and normalised to the budget, and E[(log J - its mean) * score] moves them by Adam.
 All scores are closed-form. Counts are then one sample, clipped, normalised and rounded.
 
 By convexity the best sigma is 0, so it has a lower bound, and the kernel matters only on the way.
+
+Samples go by the place of a point in the batch. The engine hands points over in the order of their
+data set indices where these are given, so that counts then do not depend on the batch's order.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.allocators.base import Signal, Traces
+from flops.allocators.base import Signal, Traces, measured
 from flops.allocators.objective import Array, feasible, objective
 from flops.noise import mix
 from flops.plan import round_counts
 
 Feature = Literal["tanh", "standardised"]
 JITTER = 1e-3
+MOST_CORRELATED = 2048  # points; the kernel of 10,000 would take 800 MB, and minutes to factor
+SETTLING = 50  # updates after which Adam's step has halved
+LEAST_RATE = 0.05  # of Adam's first step
 LOG_SIGMA = (np.log(0.03), np.log(1.0))
 LOG_GAMMA = (-2.0, 2.0)
 
@@ -40,8 +46,8 @@ class _Learned:
     square: Array = field(default_factory=lambda: np.zeros(4))
     updates: int = 0
     calls: int = 0
-    fast: float = 1.0
-    slow: float = 1.0
+    fast: float = 0.0
+    slow: float = 0.0
 
 
 @dataclass
@@ -51,14 +57,15 @@ class Gaussian:
     Args:
         feature: "tanh" of the loss (the paper's), or "standardised": tanh of the batch z-score,
             for losses that sit above 2, where tanh saturates (language models).
-        kernel: False makes Sigma diagonal (the paper's ablation).
+        kernel: False makes Sigma diagonal (the paper's ablation). It is diagonal as well without
+            embeddings and for batches of more than 2048 points.
         pilot: Queries per point to learn from before allocating, as in the paper; 0 learns from
             the queries of a step for the next one.
         min_queries: Fewest queries of a point; 0 follows the paper and drops points.
         samples: K, allocations sampled per update.
         iterations: Most updates per step; when J no longer falls, two.
         interval: M, steps between two rounds of updates.
-        learning_rate: Adam's step on the scale-free parameters.
+        learning_rate: Adam's first step on the scale-free parameters; it falls to a twentieth.
     """
 
     feature: Feature = "tanh"
@@ -75,8 +82,10 @@ class Gaussian:
         """Check the options."""
         if self.feature not in get_args(Feature):
             raise ValueError(f"'{self.feature}' is not one of {list(get_args(Feature))}")
-        if self.samples < 4 or self.iterations < 1 or self.interval < 1 or self.pilot < 0:
-            raise ValueError("samples >= 4, iterations >= 1, interval >= 1, pilot >= 0 are needed")
+        if self.samples < 4 or self.iterations < 1 or self.interval < 1:
+            raise ValueError("samples >= 4, iterations >= 1, interval >= 1 are needed")
+        if self.pilot < 0 or self.min_queries < 0:
+            raise ValueError("pilot and min_queries must not be negative")
 
     @property
     def wants_embeddings(self) -> bool:
@@ -85,10 +94,9 @@ class Gaussian:
 
     @property
     def converged(self) -> bool:
-        """Whether J has stopped falling: its fast and slow averages agree."""
+        """Whether J has stopped falling: the fast and slow averages of its logarithm agree."""
         learned = self._learned
-        settled = abs(learned.fast - learned.slow) < 0.01 * learned.slow
-        return learned.updates >= 100 and settled
+        return learned.updates >= 100 and abs(learned.fast - learned.slow) < 0.01
 
     def parameters(self, mean_queries: float) -> dict[str, float]:
         """beta0, beta1, sigma and gamma of the paper, for a mean number of queries."""
@@ -105,12 +113,18 @@ class Gaussian:
         rng = np.random.default_rng(mix(*signal.key, 1))
         b0, b1, log_sigma, log_gamma = self._learned.theta
         noise = rng.standard_normal(len(signal.losses))
-        if self.kernel:
-            noise = np.linalg.cholesky(_kernel(_distance(signal), log_gamma)) @ noise
+        distance = self._distance(signal)
+        if distance is not None:
+            noise = np.linalg.cholesky(_kernel(distance, log_gamma)) @ noise
         raw = b0 + b1 * self._feature(signal) + np.exp(log_sigma) * noise
-        counts = feasible(raw, float(signal.budget), float(signal.minimum))
-        shares = torch.from_numpy(counts)
+        shares = torch.from_numpy(np.maximum(raw, 0.0))
         return round_counts(shares, signal.budget, unit=signal.unit, floor=signal.minimum)
+
+    def mean_counts(self, signal: Signal) -> Array:
+        """What the mean of the distribution gives, clipped and normalised, before sampling."""
+        theta = self._learned.theta
+        raw = theta[0] + theta[1] * self._feature(signal)
+        return feasible(raw, float(signal.budget), float(signal.minimum))
 
     def learn(self, signal: Signal, traces: Traces) -> None:
         """A few updates on this batch, starting from where the last ones ended."""
@@ -121,26 +135,33 @@ class Gaussian:
 
     def fit(self, signal: Signal, traces: Traces, iterations: int) -> None:
         """Update the parameters this many times on one batch."""
+        signal, traces = measured(signal, traces)
         trace = traces.values.double().numpy()
-        if len(trace) < 2 or not np.isfinite(trace).all() or trace.sum() <= 0:
+        if len(trace) < 2 or trace.max() <= 0:
             return  # nothing to tell the points apart by
+        trace = trace / trace.max()
         rng = np.random.default_rng(mix(*signal.key, 2))
         phi = np.stack([np.ones(len(trace)), self._feature(signal)], axis=1)  # (B, 2)
-        distance = _distance(signal) if self.kernel else None
-        equal = float(objective(trace, np.full(len(trace), signal.budget / len(trace))))
+        distance = self._distance(signal)
+        mean = signal.budget / len(trace)
+        # The least J of any real counts: relative to it batches are alike, and whether J falls
+        # still shows through their differences. Logarithms: one starved point must not decide all.
+        ideal = float(np.sqrt(trace).sum() ** 2 / signal.budget)
+        # J has no value for a dropped point, and were it free, dropping all of them would be best.
+        floor = min(mean, float(max(signal.minimum, signal.unit)))
         root, whitened = None, phi
         for i in range(iterations):
-            log_gamma = self._learned.theta[3]
-            if i % 10 == 0:  # a factorisation is dear, and gamma moves slowly
-                root, whitened = _factor(distance, log_gamma, phi)
+            renew = i % 10 == 0  # a factorisation is dear, and gamma moves slowly
+            if renew:
+                root, whitened = _factor(distance, self._learned.theta[3], phi)
             eps = rng.standard_normal((self.samples // 2, len(trace)))
             eps = np.concatenate([eps, -eps])  # antithetic
             raw = self._raw(phi, eps if root is None else eps @ root.T)
-            counts = feasible(raw, float(signal.budget), float(signal.minimum))
-            cost = objective(trace, counts) / equal
-            last = i % 10 == 9 or i == iterations - 1
-            scores = self._scores(eps, whitened, root, distance if last else None)
-            self._update((cost - cost.mean()) @ scores / len(cost), phi, float(cost.mean()))
+            cost = np.log(objective(trace, feasible(raw, float(signal.budget), floor)) / ideal)
+            scores = self._scores(eps, whitened, root, distance if renew else None)
+            gradient = (cost - cost.mean()) @ scores / len(cost)
+            moved = np.array([True, True, True, renew and root is not None])
+            self._update(gradient, moved, phi, float(cost.mean()))
 
     def _raw(self, phi: Array, noise: Array) -> Array:
         theta = self._learned.theta
@@ -168,31 +189,47 @@ class Gaussian:
             scores[:, 3] = ((v @ slope * v).sum(axis=1) - trace) / 2
         return scores
 
-    def _update(self, gradient: Array, phi: Array, cost: float) -> None:
-        """Adam; afterwards beta is scaled so that the mean count is the budget's."""
+    def _update(self, gradient: Array, moved: Any, phi: Array, cost: float) -> None:
+        """Adam on the moved ones; afterwards beta is scaled so that the mean count is the budget's.
+
+        Gamma moves only where its score was computed: the factor in use stays that of its value.
+        """
         old = self._learned
         # In units in which the feature has size one, so that small losses learn as fast.
         size = np.array([1.0, max(1e-6, float(np.sqrt(np.square(phi[:, 1]).mean()))), 1.0, 1.0])
         gradient = gradient / size
         updates = old.updates + 1
-        mean = 0.9 * old.mean + 0.1 * gradient
-        square = 0.99 * old.square + 0.01 * np.square(gradient)
+        mean = np.where(moved, 0.9 * old.mean + 0.1 * gradient, old.mean)
+        square = np.where(moved, 0.99 * old.square + 0.01 * np.square(gradient), old.square)
         step = (mean / (1 - 0.9**updates)) / (np.sqrt(square / (1 - 0.99**updates)) + 1e-12)
-        theta = old.theta - self.learning_rate * step / size
+        # At the lower bound of sigma the scores are so noisy that full steps never settle (J up to
+        # 30 % above the family's best); what is left of them follows the training.
+        rate = self.learning_rate * max(LEAST_RATE, 1 / (1 + old.updates / SETTLING))
+        theta = old.theta - np.where(moved, rate * step / size, 0.0)
         middle = float((phi @ theta[:2]).mean())
         if middle > 0.05:
             theta[:2] /= middle
             theta[2] -= np.log(middle)
         theta[2] = np.clip(theta[2], *LOG_SIGMA)
         theta[3] = np.clip(theta[3], *LOG_GAMMA)
-        fast, slow = 0.9 * old.fast + 0.1 * cost, 0.98 * old.slow + 0.02 * cost
+        before = (old.fast, old.slow) if old.updates else (cost, cost)
+        fast, slow = 0.9 * before[0] + 0.1 * cost, 0.98 * before[1] + 0.02 * cost
         self._learned = _Learned(theta, mean, square, updates, old.calls, fast, slow)
 
     def _feature(self, signal: Signal) -> Array:
         losses = signal.losses.double().numpy()
         if self.feature == "standardised":
-            losses = (losses - losses.mean()) / (losses.std() + 1e-12)
+            spread = losses.std()
+            # The spread of equal losses may be rounded to something just above 0.
+            flat = spread <= 1e-12 * np.abs(losses).max()
+            losses = (losses - losses.mean()) / (1.0 if flat else spread)
         return np.asarray(np.tanh(losses))
+
+    def _distance(self, signal: Signal) -> Array | None:
+        """1 - cosine similarity of the embeddings; None for a diagonal Sigma."""
+        if not self.kernel or signal.embeddings is None or len(signal.losses) > MOST_CORRELATED:
+            return None
+        return _cosine_distance(signal.embeddings.double().numpy())
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and the optimizer's averages."""
@@ -214,13 +251,18 @@ def _replace(learned: _Learned, **changes: Any) -> _Learned:
     return _Learned(**{**vars(learned), **changes})
 
 
-def _distance(signal: Signal) -> Array:
-    """1 - cosine similarity of the embeddings; without any, all points are alike."""
-    if signal.embeddings is None:
-        return np.zeros((len(signal.losses), len(signal.losses)))
-    vectors = signal.embeddings.double().numpy()
-    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    return np.asarray(np.clip(1 - vectors @ vectors.T, 0, 2))
+def _cosine_distance(vectors: Array) -> Array:
+    """Of every pair; a vector without direction (zero, or not finite) is like itself alone."""
+    finite = np.isfinite(vectors).all(axis=1, keepdims=True)
+    vectors = np.where(finite, vectors, 0.0)
+    # Relative to the largest entry, so that squares stay within the range of floats.
+    largest = np.abs(vectors).max(axis=1, keepdims=True, initial=0.0)
+    vectors = vectors / np.where(largest > 0, largest, 1.0)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = vectors / np.where(norms > 0, norms, 1.0)
+    distance = np.clip(1 - vectors @ vectors.T, 0, 2)
+    distance[np.diag_indices(len(distance))] = 0
+    return np.asarray(distance)
 
 
 def _kernel(distance: Array, log_gamma: float) -> Array:

@@ -13,11 +13,14 @@ known minimise E[sum Tr_j / A_j]: A_j proportional to sqrt(E[Tr_j]) = exp((m_j +
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flops.allocators.base import Signal, Traces
@@ -29,6 +32,8 @@ DEGREE = 2
 DECAY = 0.9
 RIDGE = 1e-3
 LEAST_SPREAD = 0.02  # of tau^2: the regression is never believed to the letter
+MOST_SPREAD = 10.0  # else one wild batch makes all later ones, in comparison, worthless
+OUTLIER = 30.0  # farther from the batch's median no log trace is believed
 FORGET = 0.7  # what a point's own measurements keep of their weight until its next visit
 
 
@@ -40,9 +45,19 @@ class _Learned:
     gram: Array = field(default_factory=lambda: np.zeros((DEGREE + 1, DEGREE + 1)))
     moment: Array = field(default_factory=lambda: np.zeros(DEGREE + 1))
     spread: float = 1.0
-    spread_weight: float = 0.0
-    residual: Array = field(default_factory=lambda: np.zeros(0))  # precision-weighted, by index
+    spread_weight: float = 1.0  # the prior counts as one point, so that few points cannot fool it
+    places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # sorted
+    residual: Array = field(default_factory=lambda: np.zeros(0))  # of these, precision-weighted
     precision: Array = field(default_factory=lambda: np.zeros(0))
+
+
+@dataclass(frozen=True)
+class _Pilot:
+    """What a pilot measured, and of which batch: log traces and their variances."""
+
+    key: tuple[int, ...]
+    y: Array
+    v: Array
 
 
 @dataclass
@@ -65,7 +80,7 @@ class Neyman:
     shrink: bool = True
     across_groups: bool = False
     _learned: _Learned = field(default_factory=_Learned, init=False, repr=False)
-    _fresh: tuple[Array, Array] | None = field(default=None, init=False, repr=False)
+    _fresh: _Pilot | None = field(default=None, init=False, repr=False)
 
     wants_embeddings = False
 
@@ -77,49 +92,65 @@ class Neyman:
             raise ValueError("shrink=False plugs in pilot traces; set pilot to 2 or more")
 
     def allocate(self, signal: Signal) -> Tensor:
-        """Counts by the expected traces; equal before anything is known."""
+        """Counts by the expected traces; equal before anything is known.
+
+        Raises:
+            QueryError: If the budget is too small, or ``running`` has no index to go by.
+        """
+        if self.running:
+            _places(signal)  # before any query is made in vain
         shares = torch.from_numpy(np.exp(self.log_expected(signal) / 2))
         return round_counts(shares, signal.budget, unit=signal.unit, floor=signal.minimum)
 
     def log_expected(self, signal: Signal) -> Array:
         """Log E[Tr_j] of each point, relative to the largest."""
         learned, fresh = self._learned, self._fresh
+        if fresh is not None and (fresh.key != signal.key or len(fresh.y) != len(signal.losses)):
+            fresh = None  # of another batch
         if fresh is not None and not self.shrink:
-            return np.asarray(fresh[0] - fresh[0].max())
-        if learned.spread_weight == 0:
+            seen = np.isfinite(fresh.v)
+            raw = np.where(seen, fresh.y, fresh.y[seen].mean() if seen.any() else 0.0)
+            return np.asarray(raw - raw.max())
+        if not learned.gram.any():
             return np.zeros(len(signal.losses))
         mean = _predict(learned, signal)
         weight, weighted = np.full(len(mean), 1 / learned.spread), np.zeros(len(mean))
-        if self.running:
+        if self.running:  # a pilot's measurement is among them already
             kept, precision = _recall(learned, signal)
             weight, weighted = weight + precision, weighted + kept
-        if fresh is not None:  # this batch was just measured: its pilot
-            weight = weight + 1 / fresh[1]
-            weighted = weighted + (fresh[0] - mean) / fresh[1]
+        elif fresh is not None:
+            weight = weight + 1 / fresh.v
+            weighted = weighted + (fresh.y - mean) / fresh.v
         expected = mean + weighted / weight + 0.5 / weight
         return np.asarray(np.clip(expected - expected.max(), -60, 0))
 
     def learn(self, signal: Signal, traces: Traces) -> None:
         """Measure log traces and refine regression, spread and running residuals."""
         y, v = measure(traces)
-        self._fresh = (y, v) if self.pilot else None
+        self._fresh = _Pilot(signal.key, y, v) if self.pilot else None
         seen = np.isfinite(v)
         if not seen.any():
             return
+        middle = np.median(y[seen])
+        y = np.where(seen, np.clip(y, middle - OUTLIER, middle + OUTLIER), 0.0)
         old = self._learned
         scale = old.scale or 1e-3 * float(signal.losses.double().abs().mean()) or 1.0
         x = _features(signal, scale)
-        weight = np.where(seen, 1 / (old.spread + np.where(seen, v, 1.0)), 0.0)
+        weight = np.where(seen, 1 / (old.spread + v), 0.0)
         gram = DECAY * old.gram + (x * weight[:, None]).T @ x
-        moment = DECAY * old.moment + (x * weight[:, None]).T @ np.where(seen, y, 0.0)
+        moment = DECAY * old.moment + (x * weight[:, None]).T @ y
         learned = _with(old, scale=scale, gram=gram, moment=moment)
-        residual = np.where(seen, y, 0.0) - _predict(learned, signal)
-        excess = float((np.square(residual) - v)[seen].mean())
-        total = DECAY * old.spread_weight + seen.sum()
-        spread = old.spread + (excess - old.spread) * seen.sum() / total
-        learned = _with(learned, spread=max(spread, LEAST_SPREAD), spread_weight=float(total))
+        residual = y - _predict(learned, signal)
+        # A fit to few points leaves too little: E[residual^2] = (1 - leverage) (tau^2 + v).
+        leverage = weight * (x * np.linalg.solve(gram + _ridge(), x.T).T).sum(axis=1)
+        left = np.clip(1 - leverage, 0.0, 1.0)
+        excess = float((np.square(residual) - left * v)[seen].sum())
+        kept = DECAY * old.spread_weight
+        total = float(kept + left[seen].sum())
+        spread = min(max((kept * old.spread + excess) / total, LEAST_SPREAD), MOST_SPREAD)
+        learned = _with(learned, spread=spread, spread_weight=total)
         if self.running:
-            learned = _remember(learned, signal, residual, v, seen)
+            learned = _remember(learned, signal, residual, v)
         self._learned = learned
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,35 +169,66 @@ class Neyman:
 
 
 def measure(traces: Traces) -> tuple[Array, Array]:
-    """Unbiased log traces and their variances; infinite where a point made no draw."""
+    """Unbiased log traces and their variances; 0 and infinite where nothing is known.
+
+    That is where a point made no draw or its slopes overflowed, and everywhere if no point of the
+    batch has a trace: a slope of exactly 0 then says more about rounding than about the points.
+    """
     values, n = traces.values.double(), traces.draws.double()
-    seen = n > 0
-    least = 1e-12 * float(values[seen].mean()) if bool(seen.any()) else 1.0
+    seen = (n > 0) & torch.isfinite(values) & (values >= 0)
+    largest = float(values[seen].max()) if bool(seen.any()) else 0.0
+    seen &= torch.tensor(largest > 0)
     half = n.clamp(min=1) / 2
-    y = values.clamp(min=max(least, 1e-300)).log() - torch.digamma(half) + half.log()
+    # Relative to the largest first, since the mean of huge numbers overflows.
+    relative = torch.where(seen, values / (largest or 1.0), 1.0)
+    least = 1e-12 * float(relative[seen].mean()) if bool(seen.any()) else 1.0
+    y = relative.clamp(min=least).log() + math.log(largest or 1.0)
+    y = torch.where(seen, y - torch.digamma(half) + half.log(), 0.0)
     v = torch.where(seen, torch.polygamma(1, half), torch.inf)
     return y.numpy(), v.numpy()
 
 
 def split_budgets(
-    budgets: dict[str, int], costs: dict[str, float], demands: dict[str, float]
+    budgets: Mapping[str, float],
+    costs: Mapping[str, float],
+    demands: Mapping[str, float],
+    least: Mapping[str, float] | None = None,
+    most: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Queries of each group so that the total cost stays and the summed variance is least.
 
     Args:
-        budgets: Queries of each group as configured.
-        costs: Cost of one query of each group.
+        budgets: Queries of each group as configured; their cost is the total.
+        costs: Cost of one query of each group, above 0.
         demands: sum_j sqrt(Tr_j), over the norm of the group's gradient, of each group.
+        least: Fewest queries of each group; they must not cost more than the total.
+        most: Most queries of each group.
 
     Returns:
-        Real-valued budgets proportional to demand / sqrt(cost).
+        Real-valued budgets proportional to demand / sqrt(cost), but for groups at a bound.
     """
     total = sum(budgets[name] * costs[name] for name in budgets)
     shares = {name: demands[name] / costs[name] ** 0.5 for name in budgets}
-    spent = sum(shares[name] * costs[name] for name in budgets)
-    if spent <= 0:
+    if not 0 < sum(shares.values()) < math.inf:
         return {name: float(budget) for name, budget in budgets.items()}
-    return {name: share * total / spent for name, share in shares.items()}
+    low = {name: 0.0 if least is None else least[name] for name in budgets}
+    high = {name: math.inf if most is None else most[name] for name in budgets}
+
+    def at(multiplier: float) -> dict[str, float]:
+        return {n: min(max(multiplier * shares[n], low[n]), high[n]) for n in budgets}
+
+    def costly(multiplier: float) -> bool:
+        return sum(found * costs[n] for n, found in at(multiplier).items()) >= total
+
+    # Without bounds this multiplier is the answer; with them the cost still grows with it.
+    middle = total / sum(shares[name] * costs[name] for name in budgets)
+    below, above = 0.0, middle
+    while not costly(above) and above < 1e9 * middle:  # unless all groups are at their most
+        above *= 2
+    for _ in range(100):
+        middle = (below + above) / 2
+        below, above = (below, middle) if costly(middle) else (middle, above)
+    return at(above)
 
 
 def _with(learned: _Learned, **changes: Any) -> _Learned:
@@ -175,13 +237,17 @@ def _with(learned: _Learned, **changes: Any) -> _Learned:
 
 def _features(signal: Signal, scale: float) -> Array:
     # asinh is a logarithm for losses above the scale, and takes zero and negative ones as well.
-    z = np.arcsinh(signal.losses.double().numpy() / scale) / 5
+    ratio = np.clip(signal.losses.double().numpy() / scale, -1e30, 1e30)
+    z = np.arcsinh(ratio) / 5
     return np.stack([z**power for power in range(DEGREE + 1)], axis=1)
 
 
+def _ridge() -> Array:
+    return RIDGE * np.diag([1e-6, *[1.0] * DEGREE])  # the level is free
+
+
 def _predict(learned: _Learned, signal: Signal) -> Array:
-    ridge = RIDGE * np.diag([1e-6, *[1.0] * DEGREE])  # the level is free
-    coefficients = np.linalg.solve(learned.gram + ridge, learned.moment)
+    coefficients = np.linalg.solve(learned.gram + _ridge(), learned.moment)
     return np.asarray(_features(signal, learned.scale) @ coefficients)
 
 
@@ -191,28 +257,25 @@ def _places(signal: Signal) -> Any:
             f"group '{signal.group}': Neyman(running=True) follows single points; pass their "
             "positions in the data set as estimate(..., index=...)"
         )
-    return signal.index.numpy()
+    return signal.index.long().numpy()
 
 
 def _recall(learned: _Learned, signal: Signal) -> tuple[Array, Array]:
-    places = _places(signal)
-    known = places < len(learned.precision)
-    safe = np.where(known, places, 0)
-    if not len(learned.precision):
+    places, known = _places(signal), learned.places
+    if not len(known):
         return np.zeros(len(places)), np.zeros(len(places))
-    return (
-        np.where(known, learned.residual[safe], 0.0),
-        np.where(known, learned.precision[safe], 0.0),
-    )
+    at = np.minimum(np.searchsorted(known, places), len(known) - 1)
+    here = known[at] == places
+    return np.where(here, learned.residual[at], 0.0), np.where(here, learned.precision[at], 0.0)
 
 
-def _remember(learned: _Learned, signal: Signal, residual: Array, v: Array, seen: Any) -> _Learned:
-    places = _places(signal)
-    size = max(len(learned.precision), int(places.max()) + 1)
-    kept, precision = np.zeros(size), np.zeros(size)
-    kept[: len(learned.residual)] = learned.residual
-    precision[: len(learned.precision)] = learned.precision
-    gain = np.where(seen, 1 / np.where(seen, v, 1.0), 0.0)
-    kept[places] = FORGET * kept[places] + gain * residual
-    precision[places] = FORGET * precision[places] + gain
-    return _with(learned, residual=kept, precision=precision)
+def _remember(learned: _Learned, signal: Signal, residual: Array, v: Array) -> _Learned:
+    kept, precision = _recall(learned, signal)
+    everywhere = np.union1d(learned.places, _places(signal))
+    residuals, precisions = np.zeros((2, len(everywhere)))
+    old = np.searchsorted(everywhere, learned.places)
+    residuals[old], precisions[old] = learned.residual, learned.precision
+    now = np.searchsorted(everywhere, _places(signal))
+    residuals[now] = FORGET * kept + residual / v
+    precisions[now] = FORGET * precision + 1 / v
+    return _with(learned, places=everywhere, residual=residuals, precision=precisions)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flops.errors import QueryError
+
 Array = NDArray[np.float64]
 
 
@@ -17,21 +19,26 @@ def feasible(raw: Array, budget: float, floor: float) -> Array:
     """Counts proportional to the raw ones, at least the floor, that sum to the budget.
 
     Args:
-        raw: Wanted counts, shape (..., B); what is not positive gets the floor.
-        budget: Sum of the counts.
+        raw: Wanted counts, shape (..., B); what is not positive gets the floor. Rows without any
+            positive entry get equal counts.
+        budget: Sum of the counts, at least the floor for every point.
         floor: Fewest of a point.
     """
-    # A tiny positive share keeps rows without any positive entry at equal counts.
-    wanted = np.maximum(raw, 1e-9 * np.maximum(np.abs(raw).max(axis=-1, keepdims=True), 1e-300))
-    low = np.zeros(wanted.shape, dtype=bool)
-    while True:
-        free = budget - floor * low.sum(axis=-1, keepdims=True)
-        mass = np.where(low, 0.0, wanted).sum(axis=-1, keepdims=True)
-        counts = wanted * (free / np.maximum(mass, 1e-300))
-        below = ~low & (counts < floor * (1 - 1e-12))
-        if not below.any() or (low | below).all(axis=-1).any():
-            return np.where(low, floor, counts)
-        low |= below
+    wanted = np.maximum(raw, 0.0)
+    # Relative to the largest, so that neither tiny nor huge ones leave the range of floats.
+    largest = wanted.max(axis=-1, keepdims=True)
+    wanted = np.where(largest > 0, wanted / np.where(largest > 0, largest, 1.0), 1.0)
+    # The k smallest get the floor, for the first k with which the next one stays above it.
+    order = np.argsort(wanted, axis=-1, kind="stable")
+    ordered = np.take_along_axis(wanted, order, axis=-1)
+    mass = np.flip(np.flip(ordered, axis=-1).cumsum(axis=-1), axis=-1)
+    free = budget - floor * np.arange(wanted.shape[-1])
+    fits = ordered * free >= floor * mass
+    fits[..., -1] = True
+    first = fits.argmax(axis=-1, keepdims=True)
+    scale = free[first] / np.take_along_axis(mass, first, axis=-1)
+    ranks = np.argsort(order, axis=-1, kind="stable")
+    return np.where(ranks < first, floor, np.maximum(wanted * scale, floor))
 
 
 def objective(traces: Array, counts: Array) -> Array:
@@ -41,7 +48,16 @@ def objective(traces: Array, counts: Array) -> Array:
 
 
 def integer_optimum(traces: Array, budget: int, floor: int = 1) -> NDArray[np.int64]:
-    """The integer counts with the least J: greedy, exact because J is separable and convex."""
+    """The integer counts with the least J: greedy, exact because J is separable and convex.
+
+    Raises:
+        QueryError: If the floor is below 1, where J has no value, or the budget below the floors.
+    """
+    if floor < 1 or budget < floor * len(traces):
+        raise QueryError(
+            f"{budget} queries cannot give {len(traces)} points {floor} or more each; the "
+            "optimum needs at least one query for every point"
+        )
     ideal = feasible(np.sqrt(traces), float(budget), float(floor))
     counts = np.maximum(np.floor(ideal).astype(np.int64) - 1, floor)
     while (missing := budget - int(counts.sum())) > 0:
