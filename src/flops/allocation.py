@@ -11,6 +11,7 @@ never pooled by 1/A_j, which would bias the gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,7 +102,7 @@ def spend(
             )
         early_queries = replace(queries, counts=first, key=(*queries.key, PILOT))
         early = group.estimator.estimate(binding, early_queries)
-        _learn(allocator, signal, early)
+        _learn(allocator, rest, early)
         later = _counts(group, allocator, rest)
         late = group.estimator.estimate(binding, replace(queries, counts=later))
         share = float(first[0]) / (float(first[0]) + float(later.double().mean()))
@@ -138,20 +139,30 @@ def total_budgets(
         {name: budgets[name] for name in names},
         {name: max(1e-3, float(memory[name]["query_cost"])) for name in names},
         {name: float(memory[name]["demand"]) for name in names},
+        # What is configured is enough for a step, or the step itself says so.
+        {group.name: min(budgets[group.name], _least(group, allocators, size)) for group in joint},
+        # A group whose queries are almost free needs no more.
+        {name: 10 * budgets[name] for name in names},
     )
     for group in joint:
-        least = max(group.estimator.minimum_queries, floor_of(allocators[group.name], group))
-        pilot = int(getattr(allocators[group.name], "pilot", 0))
         unit = group.estimator.unit
-        most = 10 * budgets[group.name]  # a group whose queries are almost free needs no more
-        enough = min(most, max(int(wanted[group.name]), (least + pilot + unit) * size))
-        budgets[group.name] = enough // unit * unit
+        budgets[group.name] = int(wanted[group.name] + 1e-6) // unit * unit
     return budgets
 
 
+def _least(group: ResolvedGroup, allocators: Mapping[str, Allocator], size: int) -> int:
+    """Fewest queries of a group with which a step works: its pilot, and the floor after it."""
+    unit, allocator = group.estimator.unit, allocators[group.name]
+    pilot = -(-int(getattr(allocator, "pilot", 0)) // unit) * unit
+    return (pilot + max(unit, floor_of(allocator, group))) * size
+
+
 def _counts(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Tensor:
-    counts = allocator.allocate(signal)
+    order = _order(allocator, signal)
+    counts = allocator.allocate(signal if order is None else signal.at(order))
     check_counts(counts, signal)
+    if order is not None:
+        counts = torch.empty_like(counts).index_copy_(0, order, counts)
     if group.estimator.shared and len(set(counts.tolist())) > 1:
         raise QueryError(
             f"group '{group.name}': its draws are shared by the batch, so every point "
@@ -163,7 +174,17 @@ def _counts(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Tenso
 
 def _learn(allocator: Allocator, signal: Signal, estimate: Estimate) -> None:
     if isinstance(allocator, Learner) and estimate.points is not None:
-        allocator.learn(signal, traces_of(estimate, len(signal.losses)))
+        traces, order = traces_of(estimate, len(signal.losses)), _order(allocator, signal)
+        if order is not None:
+            signal, traces = signal.at(order), traces.at(order)
+        allocator.learn(signal, traces)
+
+
+def _order(allocator: Allocator, signal: Signal) -> Tensor | None:
+    """Points by their index, so that random choices and ties do not go by the batch's order."""
+    if signal.index is None or isinstance(allocator, Fixed):  # its counts are those of places
+        return None
+    return torch.argsort(signal.index)
 
 
 def _combined(early: Gradients, late: Gradients, share: float) -> Gradients:
@@ -180,4 +201,6 @@ def _note_demand(memory: dict[str, Any], estimate: Estimate, size: int, norm: fl
         return
     roots = float(traces_of(estimate, size).values.double().sqrt().sum())
     now = roots / norm**0.5
+    if not math.isfinite(now):  # slopes overflowed; one such step must not decide all later ones
+        return
     memory["demand"] = KEEP * float(memory.get("demand", now)) + (1 - KEEP) * now

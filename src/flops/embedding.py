@@ -1,7 +1,8 @@
 """Embeddings: how alike two points are, for the kernel of the Gaussian allocator.
 
 By default the representation that goes into the head (the last linear layer that runs); or the
-output of a module of the user's choice. Sequences are averaged over their positions.
+output of a module of the user's choice. Sequences (B, T, E) are averaged over their positions;
+what has more axes is taken whole, since which of them are positions is not known.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Embedding:
         """Take the vectors from a call."""
         leaves = tree_flatten(out if self.output else (args, kwargs))[0]
         rows = leaves[self.position].detach().movedim(self.axis, 0).float()
-        if rows.dim() > 2:
-            rows = rows.flatten(1, -2).mean(1)
+        if rows.dim() == 3:
+            rows = rows.mean(1)
         self.value = rows.reshape(len(rows), -1).cpu()  # (B, E)
 
 

@@ -15,6 +15,8 @@ product; it varies little over the points and slowly over the steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +59,10 @@ def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
     """|D_theta phi(x)|_F^2 of each row, for the trainable parameters of a leaf, shape (rows,)."""
     weight: Any = module.weight
     bias: Any = getattr(module, "bias", None)
-    rows, squares = len(x), x.detach()
+    # Squares of half precision overflow from 256 on.
+    wide = torch.promote_types(torch.float32, x.dtype) if x.is_floating_point() else x.dtype
+    x = x.detach().to(wide)
+    rows, squares = len(x), x
     if isinstance(module, nn.Linear):
         outputs = x[0].numel() // module.in_features * module.out_features
         squares = squares.square().flatten(1).sum(1) * module.out_features
@@ -128,3 +133,41 @@ def variance(estimate: Estimate, size: int) -> float:
 def energy(gradients: Gradients) -> float:
     """|g|^2 over all parameters."""
     return sum(float(g.double().square().sum()) for g in gradients.values())
+
+
+def gradient_traces(
+    estimator: Any,
+    binding: Any,
+    queries: Queries,
+    draws: int,
+    parameters: Sequence[nn.Parameter] | None = None,
+) -> Tensor:
+    """Tr_j from the gradients of single draws, the paper's way; to check the scalars by.
+
+    Every draw of every point is turned into a gradient of its own, so this costs a local product
+    per draw. The trace is their summed sample variance.
+
+    Args:
+        estimator: The group's estimator, with independent draws.
+        binding: What it worked out for the structure.
+        queries: The group's queries.
+        draws: Draws per point, at least 2.
+        parameters: Those to measure on (the paper subsamples); all by default.
+
+    Returns:
+        Traces, shape (B,).
+    """
+    found = torch.zeros(queries.size, dtype=torch.float64)
+    for point in range(queries.size):
+        counts = torch.zeros(queries.size, dtype=torch.long)
+        counts[point] = estimator.unit
+        samples = []
+        for draw in range(draws):
+            one = replace(queries, counts=counts, key=(*queries.key, draw))
+            gradients = estimator.estimate(binding, one).gradients
+            wanted = gradients if parameters is None else parameters
+            # The estimate is of the batch mean: its one point has the weight 1/B.
+            flat = [queries.size * gradients[p].double().flatten() for p in wanted]
+            samples.append(torch.cat(flat))
+        found[point] = torch.stack(samples).var(0).sum()
+    return found
