@@ -18,6 +18,8 @@ from flops import PrecisionWarning
 
 PARTS = {
     "quality": "cosine to the exact gradient for 20 queries per point and group",
+    "allocation": "J of the allocators over the optimum, and cosines with default settings",
+    "allocator": "share of a step that an allocator takes",
     "reuse": "what a query costs with prefix reuse, counted and timed",
 }
 OUTPUT = Path(__file__).with_name("results.json")

@@ -6,6 +6,7 @@ optimizer.step()
 """
 
 from flops.batch import Shared
+from flops.diagnostics import Diagnosis, diagnose
 from flops.engine import ForwardGradient
 from flops.errors import (
     BatchError,
@@ -28,6 +29,7 @@ __all__ = [
     "BatchError",
     "CoverageError",
     "DeepZero",
+    "Diagnosis",
     "Exact",
     "FlopsError",
     "ForwardGradient",
@@ -39,5 +41,6 @@ __all__ = [
     "RandomnessError",
     "Shared",
     "StepReport",
+    "diagnose",
     "mezo",
 ]

@@ -171,6 +171,12 @@ class ForwardGradient:
         finally:
             state.restore()
 
+    def embed_points(self) -> None:
+        """Also look at embeddings, though no allocator of this engine wants them."""
+        self._layouts = Layouts(
+            self.model, self.modules, self.groups, self.reuse, self.embedding, embed=True
+        )
+
     def key(self, number: int) -> tuple[int, int, int]:
         """Key of the noise of a group in this step."""
         return (self.seed, self.step, number)

@@ -1,0 +1,151 @@
+"""Allocation: J of each allocator over the integer optimum, and what that means for the cosine.
+
+Traces are measured with 200 queries a point on batches of the bundled ViT at three stages of
+training; mean over the thirds of the network and over seeds (batches). "noisy" gives Neyman traces
+of two queries only. The last rows use the allocators as a user does: default settings, learning
+from the queries of 12 earlier steps, cosine to the exact gradient on one more batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks.quality import BATCH, QUERIES, finetuned, gradient, loss_fn, thirds
+from flops import ForwardGradient, LikelihoodRatio
+from flops.allocators import Bernoulli, Equal, Gaussian, Neyman, Signal, Traces
+from flops.allocators.objective import integer_optimum, objective
+from flops.tasks.vision import Split, digits
+from flops.trace import traces_of
+
+STAGES = {"early": 20, "middle": 60, "late": 150}
+SIZES = (16, 64, 256)
+SEEDS = 5
+TRACE_QUERIES = 200
+WARM = 12
+
+
+def batch(train: Split, size: int, seed: int) -> Tensor:
+    return torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:size]
+
+
+def measured(model: Any, train: Split, rows: Tensor) -> list[tuple[Signal, Tensor]]:
+    """Signal and traces of each third."""
+    fg = ForwardGradient(model, loss_fn, thirds(model, LikelihoodRatio()), chunk=512)
+    fg.embed_points()
+    found = []
+    with fg.session(train.images[rows], train.labels[rows]) as session:
+        for number in range(3):
+            counts = torch.full((len(rows),), TRACE_QUERIES)
+            queries = session.queries(fg.groups[number].name, fg.key(number), {}, counts)
+            estimator = fg.groups[number].estimator
+            estimate = estimator.estimate(session.layout.bindings[number], queries)
+            found.append((fg.signal(number, session), traces_of(estimate, len(rows)).values))
+    return found
+
+
+def over_optimum(signal: Signal, traces: Tensor, seed: int) -> dict[str, float]:
+    """J of each allocator over that of the best integer counts with the same floor."""
+    values = traces.double().numpy()
+    best = objective(values, integer_optimum(values, signal.budget).astype(np.float64))
+
+    def ratio(counts: Tensor) -> float:
+        return float(objective(values, counts.double().numpy()) / best)
+
+    def at(step: int) -> Signal:
+        return Signal(**{**vars(signal), "key": (seed, step, 0)})
+
+    size = len(traces)
+    known = Traces(traces, torch.full((size,), float(TRACE_QUERIES)), torch.ones(size))
+    flat = Traces(torch.ones(size), known.draws, known.factors)
+    gaussian, flattened = Gaussian(), Gaussian()
+    first = ratio(gaussian.allocate(at(0)))
+    even = float(size * size / signal.budget)
+    flat_first = float((1 / flattened.allocate(at(0)).double()).sum()) / even
+    for step in range(40):
+        gaussian.learn(at(step), known)
+        flattened.learn(at(step), flat)
+    source = np.random.default_rng(seed)
+    two = Traces(
+        traces * torch.from_numpy(source.chisquare(2, size) / 2), 2 * torch.ones(size), flat.factors
+    )
+    raw, shrunk = Neyman(pilot=2, shrink=False), Neyman(pilot=2)
+    raw.learn(at(0), two)
+    shrunk.learn(at(0), two)
+    return {
+        "equal": ratio(Equal().allocate(at(0))),
+        "Bernoulli": statistics.mean(ratio(Bernoulli().allocate(at(s))) for s in range(10)),
+        "Gaussian, first step": first,
+        "Gaussian, converged": statistics.mean(ratio(gaussian.allocate(at(s))) for s in range(10)),
+        "Neyman, 2 queries, raw": ratio(raw.allocate(at(0))),
+        "Neyman, 2 queries, shrunk": ratio(shrunk.allocate(at(0))),
+        "equal traces, first step": flat_first,
+        "equal traces, converged": statistics.mean(
+            float((1 / flattened.allocate(at(s)).double()).sum()) / even for s in range(10)
+        ),
+    }
+
+
+def cosines(model: Any, train: Split, allocator: Any, seed: int) -> float:
+    """Mean cosine over the thirds, after some steps to learn from."""
+    fg = ForwardGradient(model, loss_fn, thirds(model, LikelihoodRatio()), allocator, seed=seed)
+    for step in range(WARM):
+        rows = batch(train, BATCH, 1000 * seed + step)
+        fg.estimate(train.images[rows], train.labels[rows], index=rows)
+    rows = batch(train, BATCH, 10**6 + seed)
+    x, y = train.images[rows], train.labels[rows]
+    model.zero_grad()
+    loss_fn(model(x), y).mean().backward()
+    exact = [gradient(model, third) for third in range(3)]
+    model.zero_grad()
+    fg.estimate(x, y, index=rows)
+    found = [gradient(model, third) for third in range(3)]
+    return float(
+        torch.stack(
+            [F.cosine_similarity(a, b, 0) for a, b in zip(found, exact, strict=True)]
+        ).mean()
+    )
+
+
+def run() -> dict[str, Any]:
+    """J over the optimum by stage and batch size, then cosines."""
+    train = digits().train
+    results: dict[str, Any] = {}
+    cells = [(stage, size) for stage in STAGES for size in SIZES]
+    for stage, size in track(cells, description="allocation", transient=True):
+        gathered: dict[str, list[float]] = {}
+        for seed in range(SEEDS):
+            model = finetuned(train, STAGES[stage], seed)
+            for signal, traces in measured(model, train, batch(train, size, seed)):
+                for name, value in over_optimum(signal, traces, seed).items():
+                    gathered.setdefault(name, []).append(value)
+        results[f"{stage}, B = {size}: J / J optimal"] = {
+            name: statistics.mean(values) for name, values in gathered.items()
+        }
+    for stage, steps in {"fresh head": 0, **STAGES}.items():
+        found: dict[str, list[float]] = {}
+        for seed in range(SEEDS):
+            model = finetuned(train, steps, seed)
+            for name, allocator in (
+                ("equal", Equal()),
+                ("Bernoulli", Bernoulli()),
+                ("Gaussian, converged", Gaussian()),
+                ("Neyman, 2 queries, shrunk", Neyman(pilot=2)),
+                ("Neyman", Neyman()),
+            ):
+                found.setdefault(name, []).append(cosines(model, train, allocator, seed))
+        results[f"{stage}: cosine ({QUERIES} queries)"] = {
+            name: statistics.mean(values) for name, values in found.items()
+        }
+        ratios = [g / e for g, e in zip(found["Gaussian, converged"], found["equal"], strict=True)]
+        results[f"{stage}: cosine, Gaussian / equal"] = {
+            "Gaussian, converged": statistics.mean(ratios),
+            "spread over seeds": statistics.stdev(ratios),
+        }
+    return results

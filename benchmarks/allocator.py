@@ -1,0 +1,93 @@
+"""Allocator: share of a step (B = 64, 20 queries), and milliseconds of one use at B = 256."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.quality import BATCH, finetuned, loss_fn, thirds
+from flops import ForwardGradient, LikelihoodRatio
+from flops.allocators import Bernoulli, Gaussian, Neyman, Signal, Traces
+from flops.tasks.vision import digits
+
+STEPS = 25
+ALLOCATORS: dict[str, Callable[[], Any]] = {
+    "Bernoulli": Bernoulli,
+    "Gaussian": Gaussian,
+    "Neyman": Neyman,
+}
+
+
+class Timed:
+    """An allocator that counts the seconds spent in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.seconds = inner, [0.0]
+        self.pilot, self.wants_embeddings = inner.pilot, inner.wants_embeddings
+        self.min_queries = inner.min_queries
+
+    def __deepcopy__(self, memo: Any) -> Timed:
+        return self  # all groups on one clock
+
+    def _time(self, run: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        out = run()
+        self.seconds[0] += time.perf_counter() - started
+        return out
+
+    def allocate(self, signal: Signal) -> torch.Tensor:
+        return self._time(lambda: self.inner.allocate(signal))
+
+    def learn(self, signal: Signal, traces: Traces) -> None:
+        self._time(lambda: self.inner.learn(signal, traces))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def run() -> dict[str, Any]:
+    """Shares of a step, then milliseconds at B = 256 on one thread."""
+    train = digits().train
+    model = finetuned(train, 60)
+    x, y = train.images[:BATCH], train.labels[:BATCH]
+    results: dict[str, Any] = {}
+    for name, make in ALLOCATORS.items():
+        timed = Timed(make())
+        fg = ForwardGradient(model, loss_fn, thirds(model, LikelihoodRatio()), timed)
+        fg.estimate(x, y)
+        shares = []
+        for _ in range(STEPS):
+            timed.seconds[0] = 0.0
+            seconds = fg.estimate(x, y).seconds
+            shares.append(timed.seconds[0] / seconds)
+        large = make()
+        source = torch.Generator().manual_seed(0)
+        losses = torch.rand(256, generator=source)
+        embeddings = torch.randn(256, 64, generator=source)
+        signal = Signal(losses, 20 * 256, 1, 1, "g", None, embeddings)
+        traces = Traces(losses**2, torch.full((256,), 20.0), torch.ones(256))
+        allocate, learn = [], []
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for _ in range(STEPS):
+            started = time.perf_counter()
+            large.allocate(signal)
+            middle = time.perf_counter()
+            large.learn(signal, traces)
+            allocate.append(1e3 * (middle - started))
+            learn.append(1e3 * (time.perf_counter() - middle))
+        torch.set_num_threads(threads)
+        results[name] = {
+            "share of a step": statistics.median(shares),
+            "largest share": max(shares),
+            "target": 0.03,
+            "ms to allocate, B = 256": statistics.median(allocate),
+            "ms to learn, B = 256": statistics.median(learn),
+        }
+    return results

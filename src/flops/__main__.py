@@ -1,0 +1,5 @@
+"""`python -m flops`."""
+
+from flops.cli import main
+
+main()

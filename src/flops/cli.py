@@ -1,0 +1,169 @@
+"""The command line: `flops diagnose`, `flops study`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from rich.console import Console
+from torch import Tensor
+
+from flops.errors import FlopsError
+from flops.estimators import ES, SPSA, Estimator, Exact, LikelihoodRatio
+from flops.groups import Group
+
+if TYPE_CHECKING:
+    from flops.tasks.vision import Split
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """How good are the gradient estimates, group by group? On the bundled ViT and the digits.
+
+    Prints, for every group and allocator, the cosine to the exact gradient (mean and spread over
+    repeats), J against the optimal allocation, the signal-to-noise ratio and the cost; and a sweep
+    over sigma with the recommended one. Use `flops.diagnose` for a model and data of your own.
+
+    Examples:
+        flops diagnose
+        flops diagnose --steps 150 --targets stage --queries 8
+        flops diagnose --estimator spsa --json > spsa.json
+    """
+
+    estimator: Literal["lr", "spsa", "es"] = "lr"
+    """Estimator of the layers: likelihood ratio, SPSA or ES."""
+    targets: Literal["leaf", "block", "stage"] = "block"
+    """What likelihood ratio perturbs."""
+    sigma: float = 1e-3
+    """Noise scale."""
+    queries: int = 20
+    """Mean queries per point and group."""
+    batch: int = 64
+    """Points in the batch."""
+    steps: int = 0
+    """Steps of backpropagation on the digits before measuring: 0 is a fresh head, 150 is near
+    convergence."""
+    repeats: int = 8
+    """Estimates per group and allocator."""
+    seed: int = 0
+    """Key of the noise."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> None:
+        """Measure and print."""
+        from flops.diagnostics import diagnose
+        from flops.report.tables import diagnosis_tables
+        from flops.tasks.vision import digits
+
+        if self.batch < 2 or self.repeats < 1 or self.queries < 1 or self.steps < 0:
+            raise FlopsError("batch >= 2, repeats >= 1, queries >= 1 and steps >= 0 are needed")
+        train = digits().train
+        model = _finetuned(train, self.steps)
+        rows = slice(0, min(self.batch, len(train)))
+        console = Console(stderr=self.json)
+        with console.status("measuring") if console.is_terminal else _silence():
+            found = diagnose(
+                model,
+                _loss,
+                train.images[rows],
+                train.labels[rows],
+                groups=self._groups(model),
+                repeats=self.repeats,
+                seed=self.seed,
+            )
+        if self.json:
+            sys.stdout.write(json.dumps(found.to_dict(), indent=2) + "\n")
+            return
+        for table in diagnosis_tables(found):
+            console.print(table)
+
+    def _groups(self, model: Any) -> list[Group]:
+        layers = list(model.vit.layers)
+        names = ("first third", "middle third", "last third")
+        groups = [
+            Group(layers[2 * i : 2 * i + 2], self._estimator(), self.queries, name=names[i])
+            for i in range(3)
+        ]
+        rest = [model.vit.embeddings, model.vit.layernorm, model.classifier]
+        return [*groups, Group(rest, Exact(), name="rest")]
+
+    def _estimator(self) -> Estimator:
+        if self.estimator == "spsa":
+            return SPSA(self.sigma)
+        return (
+            ES(self.sigma) if self.estimator == "es" else LikelihoodRatio(self.sigma, self.targets)
+        )
+
+
+@dataclass(frozen=True)
+class Study:
+    """Check the paper's claims.
+
+    `theorem`: Theorems 1 and 2 on a model whose traces are known in closed form.
+    """
+
+    study: tyro.conf.Positional[Literal["theorem"]]
+    """Which study."""
+    repeats: int = 1000
+    """Estimates per allocation."""
+    seed: int = 0
+    """Seed of the problem and of the noise."""
+
+    def run(self) -> None:
+        """Measure and print."""
+        from flops.studies import theorem
+
+        theorem.main(self.repeats, self.seed)
+
+
+Command = (
+    Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+    | Annotated[Study, tyro.conf.subcommand("study")]
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `flops` and of `python -m flops`."""
+    command: Any = tyro.cli(
+        Command,
+        prog="flops",
+        description="Train neural networks with forward passes only.",
+        args=arguments,
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
+    try:
+        command.run()
+    except FlopsError as error:
+        sys.exit(f"flops: {error}")
+
+
+class _silence:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits, targets, reduction="none")
+
+
+def _finetuned(train: Split, steps: int) -> Any:
+    """The bundled model after some steps of backpropagation, from a private generator."""
+    from flops.tasks.vision import bundled_vit
+
+    model = bundled_vit()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    source = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        rows = torch.randperm(len(train), generator=source)[:64]
+        optimizer.zero_grad()
+        _loss(model(train.images[rows]), train.labels[rows]).mean().backward()
+        optimizer.step()
+    model.zero_grad()
+    return model

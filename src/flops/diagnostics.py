@@ -1,0 +1,220 @@
+"""Diagnostics: how good the gradient estimates of a model are on a batch, and at which sigma.
+
+For every group and allocator: cosine to the exact gradient, J against the optimal allocation, the
+signal-to-noise ratio, cost; and a sweep over sigma (`flops.sigma`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flops.allocation import spend
+from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
+from flops.allocators.base import Allocator, Learner
+from flops.allocators.objective import integer_optimum, objective
+from flops.batch import LossFunction
+from flops.engine import ForwardGradient
+from flops.groups import Group, ResolvedGroup
+from flops.local import Gradients
+from flops.session import Session
+from flops.sigma import SigmaRow, cosine, sweep
+from flops.trace import traces_of
+
+SIGMAS = tuple(10.0**e for e in range(-6, 1))
+LEARN_STEPS = 30
+
+
+@dataclass(frozen=True)
+class AllocatorRow:
+    """One group under one allocator.
+
+    Attributes:
+        cosine: Mean cosine to the exact gradient over repeats; NaN without an exact gradient.
+        cosine_spread: Its standard deviation over repeats.
+        over_optimal: J over that of the best integer counts with the same floor.
+        equal_over: J of equal counts over J, the factor of variance that was saved.
+        snr: Mean signal-to-noise ratio.
+        forward_equivalents: Passes of one point that an estimate takes, the clean pass left out.
+        seconds: Median time of an estimate.
+    """
+
+    group: str
+    allocator: str
+    cosine: float
+    cosine_spread: float
+    over_optimal: float
+    equal_over: float
+    snr: float
+    forward_equivalents: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All rows; `to_dict` for JSON."""
+
+    loss: float
+    allocators: list[AllocatorRow]
+    sigmas: list[SigmaRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and names."""
+        return dataclasses.asdict(self)
+
+    def recommended(self, group: str) -> float | None:
+        """The recommended sigma of a group; None if its estimator has none."""
+        found = [row.sigma for row in self.sigmas if row.group == group and row.recommended]
+        return found[0] if found else None
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    groups: Group | Sequence[Group] | None = None,
+    allocators: Mapping[str, Allocator] | None = None,
+    repeats: int = 8,
+    trace_queries: int = 100,
+    sigmas: Sequence[float] = SIGMAS,
+    seed: int = 0,
+    chunk: int | None = None,
+) -> Diagnosis:
+    """Measure estimates on one batch; parameters and ``.grad`` are left alone.
+
+    Args:
+        model: The model.
+        loss_fn: One loss per point.
+        inputs: Inputs of the batch.
+        targets: Targets of the batch.
+        groups: As for `ForwardGradient`; None for automatic ones.
+        allocators: By name; by default Equal, Bernoulli, Gaussian and Neyman. Learning ones learn
+            from traces of this batch until they have converged.
+        repeats: Estimates per group and allocator.
+        trace_queries: Queries per point that measure the traces for J.
+        sigmas: To sweep over; empty for no sweep.
+        seed: Key of the noise.
+        chunk: Most rows in one pass.
+
+    Returns:
+        Rows by group and allocator, and by group and sigma.
+    """
+    chosen = allocators or {
+        "equal": Equal(),
+        "bernoulli": Bernoulli(),
+        "gaussian": Gaussian(),
+        "neyman": Neyman(),
+    }
+    # The engine only serves to open a session; a Gaussian in it asks for embeddings.
+    fg = ForwardGradient(model, loss_fn, groups, seed=seed, chunk=chunk)
+    fg.embed_points()
+    allocator_rows: list[AllocatorRow] = []
+    sigma_rows: list[SigmaRow] = []
+    exact = _exact(fg, inputs, targets)
+    with fg.session(inputs, targets) as session:
+        for number, group in enumerate(fg.groups):
+            if group.estimator.minimum_queries == 0:
+                continue
+            bench = _Bench(fg, session, number, group, exact)
+            allocator_rows += bench.allocators(chosen, repeats, trace_queries)
+            if sigmas and hasattr(group.estimator, "sigma"):
+                sigma_rows += sweep(group, bench.binding, bench.queries, sigmas, exact)
+    return Diagnosis(float(session.losses.mean()), allocator_rows, sigma_rows)
+
+
+def _exact(fg: ForwardGradient, inputs: Any, targets: Any) -> Gradients | None:
+    """Backpropagated gradients, or None where the model cannot be."""
+    parameters = [p for p in fg.model.parameters() if p.requires_grad]
+    with fg.session(inputs, targets) as session, torch.enable_grad():
+        losses = session.passes.batch.losses(fg.model)
+        if not losses.requires_grad:
+            return None
+        found = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
+    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+
+
+class _Bench:
+    """Measurements of one group on an open session."""
+
+    def __init__(
+        self,
+        fg: ForwardGradient,
+        session: Session,
+        number: int,
+        group: ResolvedGroup,
+        exact: Gradients | None,
+    ) -> None:
+        self._fg, self._session, self._number, self._group = fg, session, number, group
+        # Rounding is what the sweep shows; a warning beside it would only repeat that.
+        self._exact, self._memory = exact, dict[str, Any](warned_of_rounding=True)
+        self.binding = session.layout.bindings[number]
+
+    def queries(self, step: int, counts: Tensor | None = None) -> Any:
+        key = (self._fg.seed, step, self._number)
+        return self._session.queries(self._group.name, key, self._memory, counts)
+
+    def allocators(
+        self, chosen: Mapping[str, Allocator], repeats: int, trace_queries: int
+    ) -> list[AllocatorRow]:
+        estimator, size = self._group.estimator, len(self._session.losses)
+        signal = self._fg.signal(self._number, self._session)
+        traces = None
+        if not estimator.shared:
+            counts = torch.full((size,), trace_queries // estimator.unit * estimator.unit)
+            reference = estimator.estimate(self.binding, self.queries(10**6, counts))
+            traces = traces_of(reference, size)
+            values = traces.values.numpy()
+            floor = max(1, signal.minimum)
+            best = float(
+                objective(values, integer_optimum(values, signal.budget, floor).astype(np.float64))
+            )
+            equal = float(objective(values, np.full(size, signal.budget / size, dtype=np.float64)))
+        rows = []
+        for name, allocator in chosen.items():
+            if estimator.shared and not isinstance(allocator, Equal):
+                continue  # all points share the draws: there is nothing to allocate
+            mine = copy.deepcopy(allocator)
+            if traces is not None and isinstance(mine, Learner):
+                for step in range(LEARN_STEPS):
+                    key = (self._fg.seed, 10**6 + step, self._number)
+                    mine.learn(dataclasses.replace(signal, key=key), traces)
+            seen, costs, seconds, variances, ratios = [], [], [], [], []
+            for step in range(repeats):
+                before = self._session.ledger.queries + self._session.ledger.local
+                started = time.perf_counter()
+                key = (self._fg.seed, step, self._number)
+                now = dataclasses.replace(signal, key=key)
+                frozen = copy.copy(mine)  # what this repeat teaches it is not kept
+                spent = spend(self._group, self.binding, frozen, now, self.queries(step))
+                seconds.append(time.perf_counter() - started)
+                costs.append(self._session.ledger.queries + self._session.ledger.local - before)
+                seen.append(cosine(spent.gradients, self._exact))
+                ratios.append(spent.signal_to_noise)
+                if traces is not None:
+                    variances.append(float(objective(values, spent.counts.double().numpy())))
+            cost = statistics.mean(variances) if variances else float("nan")
+            rows.append(
+                AllocatorRow(
+                    self._group.name,
+                    name,
+                    statistics.mean(seen),
+                    float(np.std(seen, ddof=1)) if repeats > 1 else 0.0,
+                    cost / best if variances else float("nan"),
+                    equal / cost if variances else float("nan"),
+                    statistics.mean(ratios),
+                    statistics.mean(costs),
+                    statistics.median(seconds),
+                )
+            )
+        return rows

@@ -1,0 +1,1 @@
+"""Reports: tables and plots for people to look at."""

@@ -1,0 +1,1 @@
+"""Studies: the paper's claims, checked by a command each."""
