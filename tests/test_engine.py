@@ -149,3 +149,28 @@ def test_exact_refuses_what_cannot_be_backpropagated() -> None:
     model = Detached(4, 2)
     with pytest.raises(CoverageError, match="cannot be backpropagated"):
         ForwardGradient(model, squared, exact_group(model)).estimate(*data())
+
+
+def test_a_parameter_that_acts_through_numpy_inside_a_target_is_refused() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.w = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.v + torch.from_numpy(x.detach().numpy() * self.w.detach().numpy())
+
+    model = Half()
+    fg = ForwardGradient(model, squared, [Group(model, LikelihoodRatio(), queries=4)])
+    with pytest.raises(CoverageError, match="'w', but no gradient flows"):
+        fg.estimate(torch.randn(4, 2), torch.randn(4, 2))
+
+
+def test_a_state_that_lacks_a_group_is_refused_whole() -> None:
+    model = mlp()
+    fg = ForwardGradient(model, squared, seed=1)
+    for part in ("allocators", "memory"):
+        state = fg.state_dict()
+        state[part].popitem()
+        with pytest.raises(ValueError, match=part):
+            fg.load_state_dict(state)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flops import ES, SPSA, CoverageError, ForwardGradient, Group, LikelihoodRatio
 from flops.guards import slow_attention_path
-from tests.conftest import cosine, flat, gradients, squared
+from tests.conftest import cosine, estimate, exact, flat, gradients, squared
 from tests.zoo import CASES, classes, vit_model
 
 
@@ -447,3 +447,50 @@ def test_encoder_layers_are_the_same_in_every_pass() -> None:
     report = ForwardGradient(case.model, case.loss_fn).estimate(case.inputs, case.targets)
     assert report.loss == pytest.approx(float(truth), rel=1e-12)
     assert torch.backends.mha.get_fastpath_enabled() == enabled
+
+
+class Gated(nn.Module):
+    """A frozen hard gate whose output is read through an argmax alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.hidden = nn.Linear(1, 2), nn.Linear(1, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+        self.gate.requires_grad_(False)
+        self.gate.weight.copy_(torch.tensor([[-1.0], [1.0]]))
+        self.gate.bias.copy_(torch.tensor([4.0, -4.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = self.gate(x).argmax(-1, keepdim=True)
+        hidden = self.hidden(x)
+        return torch.where(choice == 0, self.experts[0](hidden), self.experts[1](hidden))
+
+
+@pytest.mark.filterwarnings("ignore::flops.PrecisionWarning")  # half of the points skip an expert
+def test_what_is_only_compared_is_not_taken_for_unread() -> None:
+    """NaN passes an argmax unseen, and the first rows all choose expert 0."""
+    with torch.no_grad():
+        model = Gated().double()
+    x, y = torch.arange(10.0).double().unsqueeze(1), torch.zeros(10, 1).double()
+    exactly = LikelihoodRatio(1e-6, noise="orthogonal")
+    groups = [
+        Group(model.hidden, exactly, queries=4),
+        Group(model.experts[0], exactly, queries=1),
+        Group(model.experts[1], exactly, queries=1),
+    ]
+    found, truth = estimate(model, squared, x, y, groups), exact(model, squared, x, y)
+    torch.testing.assert_close(flat(found), flat(truth), rtol=1e-3, atol=1e-3)
+
+
+def test_local_products_cost_what_they_run() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    x, y = torch.randn(5, 8), torch.randn(5, 8)
+    groups = [Group(model[3], LikelihoodRatio(targets="leaf"), queries=2)]
+    cost = {}
+    for reuse in (True, False):
+        report = ForwardGradient(model, squared, groups, reuse=reuse).estimate(x, y)
+        cost[reuse] = report.forward_equivalents.local / 5
+    assert cost[True] == pytest.approx(3 / 4, rel=0.08)  # one layer of four: forward and product
+    assert cost[False] == pytest.approx(1 + 2 / 4, rel=0.08)

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from flops.errors import CoverageError
 from flops.estimators.base import Estimator
 from flops.estimators.spsa import SPSA
 from flops.groups import Group
@@ -36,6 +37,8 @@ def automatic_groups(
         estimator: Estimator of every group of modules.
         queries: Mean queries per point and group.
     """
+    if not any(_trains(module) for module in modules.values()):
+        raise CoverageError("the model has no trainable parameters: nothing requires a gradient")
     stacks = _stacks(modules)
     inside = {name for stack in stacks for name in stack.blocks}
     rest, loose = _rest(modules, inside)

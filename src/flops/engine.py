@@ -53,7 +53,8 @@ class ForwardGradient:
         allocator: How a group's budget is spread over the points; each group gets a copy.
         embedding: Module (or its name) whose output allocators may compare points by.
         seed: Key of all noise.
-        chunk: Most rows in one pass; None for a default.
+        chunk: Most rows in one pass of queries or local products; None for a default. The clean
+            pass takes the whole batch at once.
         reuse: Replay what lies before the first noise instead of computing it again.
 
     Raises:
@@ -73,7 +74,7 @@ class ForwardGradient:
         chunk: int | None = None,
         reuse: bool = True,
     ) -> None:
-        if chunk is not None and chunk < 2:
+        if chunk is not None and operator.index(chunk) < 2:
             raise ValueError(f"chunk must be at least 2 rows, not {chunk}")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (outputs, targets), not {loss_fn!r}")
@@ -234,7 +235,12 @@ class ForwardGradient:
         missing = {"seed", "step", "allocators", "memory"} - state.keys()
         if missing:
             raise ValueError(f"state lacks {sorted(missing)}; was it made by state_dict()?")
-        for name, allocator in self.allocators.items():
+        for part in ("allocators", "memory"):
+            if set(state[part]) != set(names):
+                raise ValueError(f"state has {part} of groups {sorted(state[part])}, not {names}")
+        loaded = {name: copy.copy(allocator) for name, allocator in self.allocators.items()}
+        for name, allocator in loaded.items():
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
+        self.allocators = loaded
         self.seed, self.step = int(state["seed"]), int(state["step"])
         self.memory = copy.deepcopy(dict(state["memory"]))

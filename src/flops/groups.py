@@ -128,6 +128,8 @@ def _resolve_one(
         raise CoverageError(
             f"{label}: none of its parameters requires a gradient ({known[id(given[0])]}, ...)"
         )
+    if not isinstance(group.queries, int | float):
+        raise QueryError(f"{label}: queries must be a number, not {group.queries!r}")
     if not estimator.minimum_queries <= group.queries < math.inf:
         raise QueryError(
             f"{label}: {type(estimator).__name__} needs at least "

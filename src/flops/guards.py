@@ -174,8 +174,8 @@ def check_finite(losses: Tensor, where: str, points: Tensor | None = None) -> No
         at = "" if points is None else f" (points {points[bad[:8]].tolist()})"
         raise NonFiniteLossError(
             f"{len(bad)} of {len(losses)} losses are not finite in {where}: rows {rows}{at}. "
-            "Parameters and .grad are as before; lower the learning rate or sigma, or look at "
-            "these points."
+            "Parameters and .grad are as before; lower the learning rate or sigma, look at these "
+            "points, or, if the model's control flow depends on the data, try reuse=False."
         )
 
 

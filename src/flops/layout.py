@@ -21,7 +21,7 @@ from flops.guards import Buffers, RandomState, check_deterministic, check_finite
 from flops.replay import Passes
 from flops.structure import FEW, MORE, Structure, inspect
 
-MOST = 64
+MOST = 256  # a layout is small: the outputs of its few rows are let go
 
 
 @dataclass
@@ -87,10 +87,11 @@ class Layouts:
         key = (batch.signature(), modes, kinds)
         known = self._known.get(key)
         if known and not (known.alone and batch.size > 1):
+            self._known[key] = self._known.pop(key)  # the latest used is the last to go
             return known, 0
         layout, rows = self._inspect(batch, state, trainable)
         if len(self._known) >= MOST:
-            self._known.pop(next(iter(self._known)))  # the oldest
+            self._known.pop(next(iter(self._known)))
         self._known[key] = layout
         return layout, rows
 

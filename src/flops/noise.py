@@ -99,12 +99,15 @@ class NoiseStream:
         self._kind, self._key, self._ids, self._draws, self._size = kind, key, ids, draws, size
         self._point, self._position = -1, 0
         self._source = torch.Generator("cpu")
+        self._rows = torch.empty(0)
 
     def take(self, point: int, first: int, count: int) -> Tensor:
         """Draws first, ..., first + count - 1 of a point."""
         if self._kind == "orthogonal":
-            gaussian = fill("gaussian", self._draws[point], self._size, self._seed(point))
-            return orthogonalise(gaussian)[first : first + count]
+            if point != self._point:  # a point may span many chunks
+                gaussian = fill("gaussian", self._draws[point], self._size, self._seed(point))
+                self._rows, self._point = orthogonalise(gaussian), point
+            return self._rows[first : first + count]
         if point != self._point or first < self._position:
             self._source, self._point, self._position = self._seed(point), point, 0
         if first > self._position:  # somebody else runs the draws in between

@@ -140,15 +140,15 @@ class Queries:
                 watch=None if watch is None else partial(watch, points),
             )
             add_gradients(total, found)
-        self.ledger.local += self.size * self._local_share(targets)
+        self.ledger.local += self.size * self._local_share(prefix, targets)
         return total
 
-    def _local_share(self, targets: Sequence[LocalTarget]) -> float:
+    def _local_share(self, prefix: Prefix, targets: Sequence[LocalTarget]) -> float:
+        """From the prefix to the last target once, and twice through the targets for a product."""
         structure = self.passes.structure
-        first = min(structure.calls[t.first].start for t in targets)
         last = max(structure.calls[t.last].end for t in targets)
+        forward = structure.share(_between(self.passes, 0, last)) - prefix.share
         parts = [(structure.calls[t.first].start, structure.calls[t.last].end) for t in targets]
-        forward = structure.share(_between(self.passes, first, last))
         return forward + 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in parts)
 
     def warn_if_rounding(self, differences: Tensor) -> None:
@@ -160,8 +160,8 @@ class Queries:
             nothing = " (or the loss does not depend on this group)" if median == 0 else ""
             warnings.warn(
                 f"group '{self.name}': the median loss difference {median:.1e} is under "
-                f"{ROUNDING_UNITS} rounding units ({unit:.1e} each), so slopes are mostly noise; "
-                f"raise sigma{nothing}",
+                f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding is felt in the "
+                f"slopes of easy points; raise sigma{nothing}, or see `flops.diagnose`",
                 PrecisionWarning,
                 stacklevel=5,
             )

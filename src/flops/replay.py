@@ -4,8 +4,9 @@ A *prefix* is the set of outermost calls that end before a moment of the forward
 that starts from it runs the model's own code, but those calls return what the clean pass
 recorded, for the rows at hand; so skip connections, masks and keyword arguments need no special
 care. Of the replayed outputs only those that the rest of the pass reads are recorded: the others
-are blanks of NaN without memory, after a trial with a few rows has shown that the losses do not
-change. Should a later batch read a blank after all, the loss is NaN and an error, never wrong.
+are blanks of NaN without memory, after trials with a few rows have shown that the losses do not
+change whatever stands there. Should a later batch compute with a blank after all, the loss is NaN
+and an error.
 """
 
 from __future__ import annotations
@@ -182,10 +183,20 @@ class Passes:
         return Prefix(tuple(replayed), needed, visible, share)
 
     def _same_losses(self, prefix: Prefix) -> bool:
+        """Whether the losses stay the same, whatever stands in the place of the blanks.
+
+        NaN shows wherever it is computed with, but passes unseen through a comparison or an
+        argmax; there large values of both signs show.
+        """
         outputs = self.structure.outputs
         record = {number: outputs[number] for number in prefix.needed}
-        losses = self.trial(prefix, record, _OTHER_ROWS)
-        return losses is not None and self.structure.agrees(losses, _OTHER_ROWS)
+        blanks = [c.number for c in prefix.replayed if c.number not in prefix.needed]
+        for scale in (None, 1e4, -1e4) if blanks else (None,):
+            odd = {n: [_odd(x, scale) for x in outputs[n]] for n in blanks if scale is not None}
+            losses = self.trial(prefix, {**record, **odd}, _OTHER_ROWS)
+            if losses is None or not self.structure.agrees(losses, _OTHER_ROWS):
+                return False
+        return True
 
     def trial(
         self,
@@ -276,6 +287,14 @@ def _edited(edit: Edit) -> Action:
         return edit(forward(*args, **kwargs))
 
     return action
+
+
+def _odd(leaf: Any, scale: float) -> Any:
+    """Large values of both signs, different in every place."""
+    if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point:
+        return leaf
+    waves = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).mul(7).sin()
+    return waves.mul(scale).reshape(leaf.shape).to(leaf.dtype)
 
 
 def _blank(leaf: Leaf, rows: int) -> Tensor:

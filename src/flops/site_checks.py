@@ -73,11 +73,9 @@ def _check_differentiable(sites: Sites, passes: Passes) -> None:
     found = local_products(
         passes, sites.local_prefix, record, structure.rows, sites.local, deltas, places
     )
-    used = {use.parameter for use in structure.uses if sites.covers(use)}
     for target in sites.local:
         for parameter in target.parameters:
-            silent = parameter not in found and id(parameter) in used
-            if silent and _moves_output(sites, passes, target, parameter):
+            if parameter not in found and _moves_output(sites, passes, target, parameter):
                 names = {id(p): n for n, p in passes.model.named_parameters()}
                 raise CoverageError(
                     f"the output of target '{target.name}' depends on its parameter "
