@@ -185,7 +185,7 @@ class Case:
     def settle(self) -> None:
         """For a block: the Jacobian's energy from many random products, not from one."""
         if self.estimator == ESTIMATORS["block"]:
-            self.memory["jacobian_energy"] = sum(self.energies(200)) / 200
+            self.memory["jacobian_energy"] = sum(self.energies(100)) / 100
 
     def energies(self, count: int) -> list[float]:
         found = []
@@ -209,7 +209,7 @@ CASES = [
 def test_traces_from_scalars_are_those_of_single_gradients(model: str, estimator: str) -> None:
     case = Case(model, estimator)
     case.settle()
-    scalars = case.exact(traces_of(case.estimate(3000), SIZE).values)
+    scalars = case.exact(traces_of(case.estimate(2000), SIZE).values)
     block = estimator == "block"
     draws = 400 if block else 100
     with case.queries(1, 1) as (binding, queries):
@@ -250,7 +250,7 @@ def test_gradient_traces_of_some_parameters() -> None:
 @pytest.mark.parametrize("model", ["mlp", "norms", "cnn"])
 def test_jacobian_energy_is_unbiased(model: str) -> None:
     case = Case(model, "block")
-    found = torch.tensor(case.energies(400)).double()
+    found = torch.tensor(case.energies(250)).double()
     live = dict(case.model.named_parameters())
     expected = sum(float(jacobian_norm(case.model, live, r)) for r in case.x.split(1)) / SIZE
     error = float(found.std()) / len(found) ** 0.5
