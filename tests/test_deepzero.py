@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from flops import DeepZero, ForwardGradient, Group
@@ -65,3 +66,51 @@ def test_late_coordinates_reuse_features() -> None:
     report = ForwardGradient(model, squared, groups).estimate(x, y)
     whole = ForwardGradient(model, squared, groups, reuse=False).estimate(x, y)
     assert report.forward_equivalents.queries < 0.5 * whole.forward_equivalents.queries
+
+
+class Padded(nn.Module):
+    """A table with padding; `tied` uses it once more, where the padding does learn."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.tied = nn.Embedding(5, 3, padding_idx=1), tied
+        with torch.no_grad():
+            self.embed.weight.normal_()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.embed(ids).sum(1))
+        return F.linear(h, self.embed.weight) if self.tied else h
+
+
+@pytest.mark.parametrize("pruning", ["zo-grasp", "random"])
+@pytest.mark.parametrize(("tied", "size"), [(False, 12), (True, 15)])
+def test_padding_is_no_coordinate_of_a_lookup(tied: bool, size: int, pruning: str) -> None:
+    model, ids = Padded(tied).double(), torch.tensor([[1, 2], [0, 1], [3, 4]])
+    y = torch.randn(3, 5 if tied else 3).double()
+    estimator = DeepZero(sigma=1e-7, pruning=pruning, score_draws=3)
+    groups = [Group(parameters=[model.embed.weight], estimator=estimator, queries=99)]
+    fg = ForwardGradient(model, squared, groups)
+    model.zero_grad()
+    report = fg.estimate(ids, y)
+    found = model.embed.weight.grad.clone()
+    assert report.queries == 3 * (size + (12 if pruning == "zo-grasp" else 0))
+    truth = exact(model, squared, ids, y)["embed.weight"]
+    assert bool(found[1].any()) == bool(truth[1].any()) == tied
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_in_another_memory_format_and_scalars() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.scale = nn.Conv2d(2, 3, 3), nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.conv(x)) * self.scale
+
+    model = Scaled().double().to(memory_format=torch.channels_last)
+    assert not model.conv.weight.is_contiguous()
+    x, y = torch.randn(3, 2, 4, 4).double(), torch.randn(3, 3, 2, 2).double()
+    groups = [Group(model, DeepZero(sigma=1e-7, pruning="random"), queries=58)]
+    found = estimate(model, squared, x, y, groups)
+    torch.testing.assert_close(flat(found), flat(exact(model, squared, x, y)), rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.pytorch_utils import Conv1D
 
 from flops import ES, SPSA, CoverageError, Exact, ForwardGradient, Group, LikelihoodRatio
 from flops.structure import inspect
-from flops.thin import is_rank_one, thin_of
+from flops.thin import generic, is_rank_one, thin_of
 from tests.brute import brute_lr, brute_pointwise, brute_shared, own_units, point_runner
 from tests.conftest import gradients, squared
 
@@ -83,6 +86,7 @@ LAYERS = {
         nn.Conv2d(2, 3, 3).double().to(memory_format=torch.channels_last),
         torch.randn(3, 2, 5, 5).double().to(memory_format=torch.channels_last),
     ),
+    "gpt-2's conv1d": lambda: layer(Conv1D(3, 4), 3, 2, 4),
     "conv3d": lambda: layer(nn.Conv3d(2, 3, 2, padding="valid"), 3, 2, 3, 3, 3),
     "transposed conv": lambda: layer(nn.ConvTranspose2d(2, 3, 3, stride=2), 3, 2, 3, 3),
     "layer norm": lambda: layer(nn.LayerNorm(4), 3, 5, 4),
@@ -166,6 +170,14 @@ def test_thin_products_equal_rows_with_perturbed_weights(name: str) -> None:
             weights = {n: p + dense[n][r] for n, p in module.named_parameters()}
             truth = torch.func.functional_call(module, weights, (x[r : r + 1],))
             torch.testing.assert_close(found[r : r + 1], truth, rtol=1e-10, atol=1e-10)
+
+
+def test_transformers_layers_have_thin_products_without_its_import() -> None:
+    assert thin_of(Conv1D(3, 4)) is not generic
+    code = (
+        "import sys, flops.thin as t; t.thin_products(); assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Whole:
@@ -284,6 +296,101 @@ def test_parameters_without_modules_are_meant_in_all_their_uses(shared: bool) ->
     assert float((found - truth).norm() / truth.norm()) < 0.15
 
 
+class Aliased(nn.Module):
+    """One parameter under two names of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(3))
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.a + x**2 * self.b
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_both_names_of_a_parameter_count(shared: bool) -> None:
+    model, x = Aliased().double(), torch.randn(3, 3).double()
+    estimator = SPSA(shared=shared, noise="rademacher")
+    assert relative_error(model, x, Group(model, estimator, 4000)) < 0.15
+
+
+def test_a_second_name_in_a_layer_adds_no_noise() -> None:
+    model, x = nn.Linear(1, 1, bias=False).double(), torch.randn(3, 1).double()
+    model.alias = model.weight
+    assert relative_error(model, x, Group(model, SPSA(1e-5), 2)) < 1e-6
+
+
+def relative_error(model: nn.Module, x: Tensor, group: Group) -> float:
+    """Of all gradients, against autograd."""
+    ForwardGradient(model, summed, [group]).estimate(x)
+    found = gradients(model)
+    model.zero_grad()
+    summed(model(x), None).mean().backward()
+    truth = gradients(model)
+    assert found.keys() == truth.keys()
+    error = sum(float((found[n] - truth[n]).square().sum()) for n in truth)
+    return (error / sum(float(t.square().sum()) for t in truth.values())) ** 0.5
+
+
+class PaddedTied(nn.Module):
+    """The padding of a lookup has no gradient, that of the table's other use has."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.embed, self.other = nn.Embedding(3, 2, padding_idx=2), other
+        self.embed.weight = nn.Parameter(torch.tensor([[0.3, -0.2], [0.5, 0.4], [-0.6, 0.1]]))
+        if other == "of the root":
+            self.table = self.embed.weight
+        if other == "head":
+            self.head = nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = 2 * torch.tanh(self.embed(ids).sum(1))
+        if self.other == "none":
+            return h
+        if self.other == "head":
+            return self.head(h)
+        return F.linear(h, self.table if self.other == "of the root" else self.embed.weight)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("other", ["none", "head", "functional", "of the root"])
+def test_padding_learns_from_what_is_no_lookup(other: str, whole: bool, shared: bool) -> None:
+    model, ids = PaddedTied(other).double(), torch.tensor([[2, 1], [2, 2], [0, 2]])
+    estimator = SPSA(1e-4, shared=shared, noise="rademacher")
+    group = Group(parameters=[model.embed.weight], estimator=estimator, queries=4000)
+    if whole and other != "functional":  # which lies in no module of the table's
+        group = Group(model, estimator, 4000)
+    before = model.embed.weight.detach().clone()
+    fg = ForwardGradient(model, summed, [group])
+    fg.estimate(ids)
+    found = gradients(model)
+    model.zero_grad()
+    summed(model(ids), None).mean().backward()
+    truth = model.embed.weight.grad
+    ((_, gradient),) = found.items()
+    assert bool(gradient[2].any()) == bool(truth[2].any()) == (other != "none")
+    assert float((gradient - truth).norm()) < 0.1 * float(truth.norm())
+    assert torch.equal(model.embed.weight, before)
+    assert "forward" not in model.embed.__dict__
+
+
+@pytest.mark.parametrize("estimator", [ES(), SPSA()])
+def test_noise_of_unread_tokens_is_not_counted(estimator: ES | SPSA) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 2))
+    ids = torch.tensor([[1, 2, 3], [5, 5, 0], [0, 0, 0], [8, 8, 8]])
+    fg = ForwardGradient(model.double(), summed, [Group(model, estimator, 4, name="all")])
+    with fg.session(ids) as session:
+        counts = torch.tensor([4, 2, 6, 0])
+        queries = session.queries("all", (0, 0, 0), {}, counts)
+        found = estimator.estimate(session.layout.bindings[0], queries)
+    head = 12 * 2 + 2
+    assert found.factors.tolist() == [3 * 4 + head, 4 + head, head, 8 * 4 + head]
+
+
 class RootTied(nn.Module):
     """The root's own parameter is also a module's."""
 
@@ -357,13 +464,14 @@ class TimeFirst(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.block(x.transpose(0, 1))
+        out = self.block(x.transpose(0, 1).contiguous())
         return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)
 
 
 TIME_FIRST = {
     "linear": lambda: nn.Linear(4, 4),
     "norm": lambda: nn.LayerNorm(4),
+    "gpt-2's conv1d": lambda: Conv1D(4, 4),
     "rms norm": lambda: nn.RMSNorm(4),
     "lstm": lambda: nn.LSTM(4, 4),
     "encoder layer": lambda: nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0),

@@ -1,9 +1,9 @@
 """Per-row parameter noise at the cost of thin products: no row gets its own weight matrix.
 
-Matrices (Linear, Conv, Embedding) get rank-one sign noise a b^T, whose entries are signs with
-E[z z^T] = I: then x (W + sigma a b^T)^T = x W^T + sigma (x b) a^T. Vectors (biases, norms) get
-independent signs. Modules of other types are run row by row in one vectorised call (``vmap``)
-with their parameters expanded, or in a loop where they cannot be vectorised.
+Matrices (Linear, Conv, Embedding, GPT-2's Conv1D) get rank-one sign noise a b^T, whose entries are
+signs with E[z z^T] = I: then x (W + sigma a b^T)^T = x W^T + sigma (x b) a^T. Vectors (biases,
+norms) get independent signs. Modules of other types are run row by row in one vectorised call
+(``vmap``) with their parameters expanded, or in a loop where they cannot be vectorised.
 
 Each function adds the effect of the noise to the module's own output. Signs and sigma are
 already multiplied into ``a`` and into the vectors. Where the batch axis is, the structure of the
@@ -12,16 +12,19 @@ call says and not a size that happens to match.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flops.script import Forward
 from flops.structure import Call, Leaf
+from flops.units import Unit
 
 RankOne = tuple[Tensor, Tensor]  # a (R, out), b (R, rest)
 RowNoise = Mapping[str, RankOne | Tensor]
@@ -59,6 +62,34 @@ def _vector(v: Any, y: Tensor, trailing: int) -> Tensor:
     return v.reshape(len(v), *[1] * middle, -1, *[1] * trailing)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Where a parameter's noise lies in a row: a of length ``out``, then b of length ``rest``."""
+
+    unit: Unit
+    path: str
+    parameter: nn.Parameter
+    offset: int
+    out: int
+    rest: int
+
+    def cut(self, z: Tensor) -> Any:
+        """The signs of this parameter: a and b, or a vector."""
+        middle = self.offset + self.out
+        z = z.to(self.parameter.device)
+        a = z[:, self.offset : middle]
+        if not self.rest:
+            return a
+        padding = self.unit.padding.get(self.path)
+        if padding is not None:
+            a = a.index_fill(1, torch.tensor([padding], device=a.device), 0)
+        return a, z[:, middle : middle + self.rest]
+
+    def noise(self, z: Tensor) -> Any:
+        """Cut, in the precision of the parameter."""
+        return tree_map(lambda part: part.to(self.parameter.dtype), self.cut(z))
+
+
 def linear(
     module: nn.Linear, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
 ) -> Tensor:
@@ -67,10 +98,25 @@ def linear(
     y: Tensor = forward(x)
     if "weight" in noise:
         a, b = noise["weight"]
-        along = torch.bmm(x.reshape(len(x), -1, x.size(-1)), b.unsqueeze(2))  # (R, n, 1)
-        flat = y.reshape(len(y), -1, y.size(-1))
-        y = torch.baddbmm(flat, along, a.unsqueeze(1)).view(y.shape)
+        y = _product(y, x, b, a)
     return _output(y + _vector(noise["bias"], y, 0) if "bias" in noise else y, call)
+
+
+def transposed_linear(
+    module: nn.Module, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
+) -> Tensor:
+    """Y + (x a) b^T + bias noise, for a weight of shape (in, out)."""
+    x = batch_first(args, kwargs, _rows(noise), call).contiguous()  # its forward takes a view
+    y: Tensor = forward(x)
+    if "weight" in noise:
+        y = _product(y, x, *noise["weight"])
+    return _output(y + _vector(noise["bias"], y, 0) if "bias" in noise else y, call)
+
+
+def _product(y: Tensor, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+    along = torch.bmm(x.reshape(len(x), -1, x.size(-1)), inner.unsqueeze(2))  # (R, n, 1)
+    flat = y.reshape(len(y), -1, y.size(-1))
+    return torch.baddbmm(flat, along, outer.unsqueeze(1)).view(y.shape)
 
 
 def convolution(
@@ -197,7 +243,7 @@ def _dense(noise: RankOne | Tensor, parameter: nn.Parameter) -> Tensor:
     return full.reshape(rows, *parameter.shape)
 
 
-THIN: Mapping[type[nn.Module], Thin] = {
+_THIN: Mapping[type[nn.Module], Thin] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
@@ -207,9 +253,16 @@ THIN: Mapping[type[nn.Module], Thin] = {
 }
 
 
+def thin_products() -> dict[type[nn.Module], Thin]:
+    """By type, also of transformers if that is in use: it is not imported for it."""
+    utilities = sys.modules.get("transformers.pytorch_utils")
+    gpt2 = {} if utilities is None else {utilities.Conv1D: transposed_linear}
+    return {**_THIN, **gpt2}
+
+
 def thin_of(module: nn.Module) -> Thin:
     """The thin product of a module's type; subclasses may compute otherwise, so types are exact."""
-    return THIN.get(type(module), generic)
+    return thin_products().get(type(module), generic)
 
 
 def is_rank_one(module: nn.Module, parameter: nn.Parameter) -> bool:
@@ -220,10 +273,7 @@ def is_rank_one(module: nn.Module, parameter: nn.Parameter) -> bool:
 def used_tokens(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Mask (R, V) of the rows of the table that a row of tokens reads; the rest has no gradient."""
     mask = torch.zeros(len(ids), module.num_embeddings, device=ids.device)
-    return mask.scatter_(1, ids.reshape(len(ids), -1), 1.0)
-
-
-def padding_row(module: nn.Module, path: str) -> int | None:
-    """The row of a parameter that never learns: an embedding's padding."""
-    owner = module.get_submodule(path.rpartition(".")[0])
-    return owner.padding_idx if isinstance(owner, nn.Embedding) else None
+    mask.scatter_(1, ids.reshape(len(ids), -1), 1.0)
+    if module.padding_idx is not None:
+        mask[:, module.padding_idx] = 0
+    return mask

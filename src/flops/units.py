@@ -9,24 +9,45 @@ of its places, each with noise of its own: the estimate is then the sum over its
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
 from flops.replay import Passes, Prefix, nothing
+from flops.script import Action, Forward, everywhere, scripted
 from flops.structure import Call, Leaf, Structure, Use
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A called module and the parameters that are perturbed while it runs, by their path in it."""
+    """A called module and the parameters that are perturbed while it runs, by their path in it.
+
+    An embedding's lookup has no gradient for the row of its padding, but other uses of the table
+    do. ``padding`` is, by path, the row that only such lookups read: it gets no noise. ``lookups``
+    are the embeddings whose padding has noise for the sake of other uses: they read it clean.
+    """
 
     name: str
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
     calls: tuple[int, ...]
+    padding: Mapping[str, int]
+    lookups: tuple[nn.Embedding, ...]
+
+    def size(self, path: str) -> int:
+        """How many entries of a parameter get noise."""
+        parameter = self.parameters[path]
+        return parameter.numel() - (parameter[0].numel() if path in self.padding else 0)
+
+    def clean_padding(self) -> AbstractContextManager[None]:
+        """From here on the lookups read their padding as it is now."""
+        lookups = {str(i): module for i, module in enumerate(self.lookups)}
+        return scripted(lookups, everywhere(lambda name: _clean_row(lookups[name]), lookups))
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,7 @@ class Units:
     @property
     def size(self) -> int:
         """Number of perturbed parameters."""
-        return sum(p.numel() for unit in self.units for p in unit.parameters.values())
+        return sum(unit.size(path) for unit in self.units for path in unit.parameters)
 
     def covers(self, use: Use) -> bool:
         """While a unit of that parameter runs."""
@@ -71,7 +92,7 @@ def find_units(
     """
     structure = passes.structure
     found: dict[str, dict[str, nn.Parameter]] = {}
-    for owner, local, parameter in _owners(group, passes.modules):
+    for owner, local, parameter in _owners(group, passes.modules, thin):
         everywhere = not group.modules  # parameters without modules are meant in all their uses
         name = _unit_of(owner, parameter, passes, thin, everywhere)
         if name is None:
@@ -86,13 +107,75 @@ def find_units(
         _absorb(found, passes.modules, thin)
     else:
         _drop_nested(found, structure)
-    units = tuple(
-        Unit(name, passes.modules[name], parameters, tuple(c.number for c in structure.of(name)))
-        for name, parameters in found.items()
-    )
+    units = tuple(_unit(name, found[name], passes, bool(thin)) for name in found)
     start = min(_first_use(unit, structure, bool(thin)) for unit in units)
     prefix = passes.prefix(start) if reuse else nothing(structure)
     return Units(structure, units, prefix)
+
+
+def _unit(name: str, parameters: Mapping[str, nn.Parameter], passes: Passes, by_path: bool) -> Unit:
+    module, calls = passes.modules[name], [call.number for call in passes.structure.of(name)]
+    padding = {}
+    for path, parameter in parameters.items():
+        owner = module.get_submodule(path.rpartition(".")[0])
+        row = _idle_row(parameter, set(calls), passes, owner if by_path else None)
+        if row is not None:
+            padding[path] = row
+    lookups = []
+    for lookup in passes.modules.values():
+        rows = [padding.get(k) for k, p in parameters.items() if _padding(lookup, p) is not None]
+        if rows and isinstance(lookup, nn.Embedding) and lookup.padding_idx not in rows:
+            lookups.append(lookup)
+    return Unit(name, module, parameters, tuple(calls), padding, tuple(lookups))
+
+
+def _idle_row(
+    parameter: nn.Parameter, calls: set[int], passes: Passes, owner: nn.Module | None
+) -> int | None:
+    """The row that all uses during the calls look up as padding.
+
+    With noise of its own at each path, only uses by the path's owner count; a module without
+    children can read no path but its own.
+    """
+    structure = passes.structure
+    holders = {n: m for n, m in passes.modules.items() if _holds(m, parameter)}
+    uses = [set(u.calls) for u in structure.uses if u.parameter == id(parameter)]
+    inside = [use for use in uses if use & calls]
+    for lookup in [owner] if owner is not None else holders.values():
+        row = _padding(lookup, parameter)
+        idle = {
+            call.number
+            for name, module in holders.items()
+            if _padding(module, parameter) == row
+            or (owner is not None and not list(module.children()))
+            for call in structure.of(name)
+        }
+        if row is not None and inside and all(use & idle for use in inside):
+            return row
+    return None
+
+
+def _padding(module: nn.Module, parameter: nn.Parameter) -> int | None:
+    """The row of a table for which its lookup gives no gradient."""
+    table = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
+    return module.padding_idx if table is parameter else None  # type: ignore[return-value]
+
+
+def _clean_row(module: nn.Embedding) -> Action:
+    clean = module.weight.data
+    row = torch.zeros(len(clean), 1, dtype=torch.bool, device=clean.device)
+    row[module.padding_idx] = True
+
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots: dict[str, Any] = module._parameters
+        noisy: Tensor = slots["weight"]
+        try:
+            slots["weight"] = torch.where(row, clean, noisy)
+            return forward(*args, **kwargs)
+        finally:
+            slots["weight"] = noisy
+
+    return action
 
 
 def _first_use(unit: Unit, structure: Structure, whole: bool) -> int:
@@ -106,14 +189,15 @@ def _first_use(unit: Unit, structure: Structure, whole: bool) -> int:
 
 
 def _owners(
-    group: ResolvedGroup, modules: Mapping[str, nn.Module]
+    group: ResolvedGroup, modules: Mapping[str, nn.Module], thin: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, str, nn.Parameter]]:
     wanted = {id(p) for p in group.parameters}
     inside = {id(child) for module in group.modules.values() for child in module.modules()}
     for name, module in modules.items():
         if group.modules and id(module) not in inside:
             continue
-        for local, parameter in module.named_parameters(recurse=False):
+        known = type(module) in thin  # computes with the first of a parameter's names
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=known):
             if id(parameter) in wanted:
                 yield name, local, parameter
 

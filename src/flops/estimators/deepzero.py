@@ -29,7 +29,7 @@ from flops.queries import Estimate, Queries
 from flops.replay import Passes, Prefix, nothing
 from flops.script import Action, Forward
 from flops.structure import Use
-from flops.units import Units, find_units
+from flops.units import Unit, Units, find_units
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ class DeepZero:
         for number, path, chosen in self._coordinates(binding, queries):
             unit = binding.units.units[number]
             parameter = unit.parameters[path]
-            for i in chosen.tolist():
-                around = dict.fromkeys(unit.calls, _step(parameter, i, self.sigma))
+            for i in chosen:
+                at = torch.unravel_index(i, parameter.shape)  # of any memory format
+                around = dict.fromkeys(unit.calls, _step(unit, parameter, at, self.sigma))
                 moved = queries.batch_mean(binding.prefixes[number], around)
                 slope = (moved - clean) / self.sigma
-                gradients[parameter].view(-1)[i] += slope
+                gradients[parameter][at] += slope
                 slopes.append(slope.cpu())
         w = torch.stack(slopes)
         queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
@@ -100,7 +101,8 @@ class DeepZero:
     def _coordinates(self, binding: Coordinates, queries: Queries) -> list[tuple[int, str, Tensor]]:
         """The set S: by unit and parameter, flat positions."""
         places = binding.places
-        sizes = torch.tensor([parameter.numel() for *_, parameter in places])
+        units = binding.units.units
+        sizes = torch.tensor([units[number].size(path) for number, path, _ in places])
         wanted = min(int(queries.counts[0]), int(sizes.sum()))
         if "ratios" not in queries.memory:
             ratios = sizes.double()
@@ -112,9 +114,12 @@ class DeepZero:
         chosen = []
         for place, (number, path, parameter) in enumerate(places):
             source = generator(seed, step // self.shuffle, group, place)
-            order = torch.randperm(parameter.numel(), generator=source)
-            if counts[place]:
-                chosen.append((number, path, order[: int(counts[place])]))
+            order = torch.randperm(int(sizes[place]), generator=source)[: int(counts[place])]
+            if path in units[number].padding:  # what only pads is not in the set
+                width = parameter[0].numel()
+                order = order + width * (order >= width * units[number].padding[path])
+            if len(order):
+                chosen.append((number, path, order))
         return chosen
 
     def _grasp(self, binding: Coordinates, queries: Queries, wanted: int) -> Tensor:
@@ -134,6 +139,9 @@ class DeepZero:
             for parameter, data in saved.items():
                 parameter.data = data
         scores = [-p.detach() * (there[p] - here[p]) / self.sigma for *_, p in binding.places]
+        for score, (number, path, _) in zip(scores, binding.places, strict=True):
+            if path in binding.units.units[number].padding:
+                score[binding.units.units[number].padding[path]] = -torch.inf
         best = torch.cat([score.flatten() for score in scores]).topk(wanted).indices
         owner = torch.repeat_interleave(
             torch.arange(len(scores)), torch.tensor([score.numel() for score in scores])
@@ -167,14 +175,15 @@ class Coordinates:
         return self.units.covers(use)
 
 
-def _step(parameter: nn.Parameter, position: int, sigma: float) -> Action:
+def _step(unit: Unit, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: float) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data = parameter.data
         moved = data.clone()
-        moved.view(-1)[position] += sigma
+        moved[at] += sigma
         try:
-            parameter.data = moved
-            return forward(*args, **kwargs)
+            with unit.clean_padding():
+                parameter.data = moved
+                return forward(*args, **kwargs)
         finally:
             parameter.data = data
 

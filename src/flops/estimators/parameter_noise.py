@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
@@ -29,7 +28,15 @@ from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.script import Action, Forward
 from flops.structure import Call, Structure
-from flops.thin import THIN, RowNoise, batch_first, is_rank_one, padding_row, thin_of, used_tokens
+from flops.thin import (
+    Entry,
+    RowNoise,
+    batch_first,
+    is_rank_one,
+    thin_of,
+    thin_products,
+    used_tokens,
+)
 from flops.units import Unit, Units, find_units
 
 Baseline = Literal["clean", "antithetic", "none"]
@@ -80,7 +87,7 @@ class ParameterNoise:
 
     def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Units:
         """Find the calls around which the parameters are perturbed."""
-        units = find_units(group, passes, reuse, () if self.shared else tuple(THIN))
+        units = find_units(group, passes, reuse, () if self.shared else tuple(thin_products()))
         if not self.shared:
             _check_rows(group.name, units, passes)
         return units
@@ -144,9 +151,8 @@ def _unit_noise(
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for place, (path, parameter) in enumerate(unit.parameters.items()):
         z = _draw(options, queries, draw, number, place, parameter)
-        padding = padding_row(unit.module, path)
-        if padding is not None:
-            z[padding] = 0
+        if path in unit.padding:
+            z[unit.padding[path]] = 0
         yield parameter, z
 
 
@@ -166,9 +172,10 @@ def _shift(
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         saved = [(p, p.data) for p in unit.parameters.values()]
         try:
-            for parameter, z in _unit_noise(options, queries, draw, number, unit):
-                parameter.data = z.mul_(sign * options.sigma).add_(parameter.data)
-            return forward(*args, **kwargs)
+            with unit.clean_padding():
+                for parameter, z in _unit_noise(options, queries, draw, number, unit):
+                    parameter.data = z.mul_(sign * options.sigma).add_(parameter.data)
+                return forward(*args, **kwargs)
         finally:
             for parameter, data in saved:
                 parameter.data = data
@@ -179,41 +186,14 @@ def _shift(
 # Independent draws
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Where a parameter's noise lies in a row: a of length ``out``, then b of length ``rest``."""
-
-    unit: Unit
-    path: str
-    parameter: nn.Parameter
-    offset: int
-    out: int
-    rest: int
-
-    def cut(self, z: Tensor) -> Any:
-        middle = self.offset + self.out
-        z = z.to(self.parameter.device)
-        a = z[:, self.offset : middle]
-        if not self.rest:
-            return a
-        padding = padding_row(self.unit.module, self.path)
-        if padding is not None:
-            a = a.index_fill(1, torch.tensor([padding], device=a.device), 0)
-        return a, z[:, middle : middle + self.rest]
-
-    def noise(self, z: Tensor) -> Any:
-        """Cut, in the precision of the parameter."""
-        return tree_map(lambda part: part.to(self.parameter.dtype), self.cut(z))
-
-
-def _layout(units: Units) -> tuple[list[_Entry], int]:
+def _layout(units: Units) -> tuple[list[Entry], int]:
     entries, offset = [], 0
     for unit in units.units:
         for path, parameter in unit.parameters.items():
             out, rest = parameter.numel(), 0
             if is_rank_one(unit.module, parameter):
                 out, rest = parameter.size(0), parameter[0].numel()
-            entries.append(_Entry(unit, path, parameter, offset, out, rest))
+            entries.append(Entry(unit, path, parameter, offset, out, rest))
             offset += out + rest
     return entries, offset
 
@@ -232,6 +212,7 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
     draws = (queries.counts // options.unit).tolist()
     stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
     slopes, points = [], []
+    sizes = torch.full((queries.size,), float(units.size))
     for rows in queries.chunks(options.unit):
         once = slice(None, None, options.unit)
         at = rows.points[once]
@@ -242,14 +223,17 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
         losses = queries.run(units.prefix, rows.points, around=around).cpu()
         w = _slopes(options, losses, queries.losses[rows.points].cpu()).to(dtype)
         weighted = (rows.weights[once].to(dtype) * w / queries.size).to(device)
+        sizes[at] = float(units.size)
         for entry in entries:
             used = seen.get(entry.unit.name)
-            _add(
-                gradients[entry.parameter], entry, z, weighted, None if used is None else used[once]
-            )
+            if used is not None:  # the rest of the table is not part of the estimate
+                used = used[once]
+                read = entry.rest * used.sum(1, dtype=torch.float32).cpu()
+                sizes[at] += read - entry.unit.size(entry.path)
+            _add(gradients[entry.parameter], entry, z, weighted, used)
         slopes.append(w)
         points.append(at)
-    return Estimate(gradients, torch.cat(slopes), torch.cat(points), float(units.size))
+    return Estimate(gradients, torch.cat(slopes), torch.cat(points), sizes)
 
 
 def _scaled(z: Tensor, rows: Rows, factor: Tensor, options: ParameterNoise) -> Tensor:
@@ -259,7 +243,7 @@ def _scaled(z: Tensor, rows: Rows, factor: Tensor, options: ParameterNoise) -> T
 
 
 def _perturb_rows(
-    structure: Structure, entries: list[_Entry], noise: Tensor, seen: dict[str, Tensor]
+    structure: Structure, entries: list[Entry], noise: Tensor, seen: dict[str, Tensor]
 ) -> dict[int, Action]:
     around: dict[int, Action] = {}
     for unit in {entry.unit.name: entry.unit for entry in entries}.values():
@@ -275,7 +259,8 @@ def _thin_action(unit: Unit, call: Call, parts: RowNoise, seen: dict[str, Tensor
             a, _ = parts["weight"]
             mask = used_tokens(unit.module, batch_first(args, kwargs, len(a), call)).to(a)
             seen[unit.name] = torch.maximum(seen.get(unit.name, mask), mask)
-        return thin_of(unit.module)(unit.module, forward, args, kwargs, parts, call)
+        with unit.clean_padding():
+            return thin_of(unit.module)(unit.module, forward, args, kwargs, parts, call)
 
     return action
 
@@ -297,7 +282,7 @@ def _check_rows(group: str, units: Units, passes: Passes) -> None:
         )
 
 
-def _add(total: Tensor, entry: _Entry, z: Tensor, weighted: Tensor, used: Tensor | None) -> None:
+def _add(total: Tensor, entry: Entry, z: Tensor, weighted: Tensor, used: Tensor | None) -> None:
     noise = entry.cut(z)
     if not entry.rest:
         total.view(-1).add_(weighted.to(noise) @ noise)
