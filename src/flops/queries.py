@@ -44,12 +44,14 @@ class Estimate:
         points: The point of each draw; None if the draws are shared by the batch.
         factors: Trace of one draw's covariance over its squared slope: one number, or one for
             each point, shape (B,).
+        directions: Number of noise dimensions if a point's draws are mutually orthogonal, else 0.
     """
 
     gradients: Gradients
     slopes: Tensor = field(default_factory=lambda: torch.empty(0))
     points: Tensor | None = None
     factors: float | Tensor = 0.0
+    directions: int = 0
 
 
 @dataclass(frozen=True)

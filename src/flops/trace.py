@@ -29,6 +29,7 @@ from flops.noise import NoiseStream
 from flops.queries import Estimate, Queries
 from flops.sites import Sites
 
+ENERGY_STEPS = 8
 CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
@@ -90,19 +91,21 @@ def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def jacobian_energy(sites: Sites, queries: Queries) -> float:
-    """Mean over points of |D_theta phi|_F^2, by one random local product.
+    """Mean over points of |D_theta phi|_F^2, by random local products.
 
-    For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. Measured in a group's
-    first step and kept.
+    For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. One product is noisy, so
+    each of a group's first steps takes one, and their mean is kept.
     """
-    if "jacobian_energy" not in queries.memory:
+    total, count = queries.memory.get("jacobian_energy", (0.0, 0))
+    if count < ENERGY_STEPS:
         ones = [1] * queries.size
         stream = NoiseStream("rademacher", (*queries.key, -1), queries.ids, ones, sites.size)
         points = torch.arange(queries.size)
         signs = stream.rows(points, torch.zeros_like(points))
         gradients = queries.local(sites.local_prefix, sites.local, sites.split(signs))
-        queries.memory["jacobian_energy"] = energy(gradients) / queries.size
-    return float(queries.memory["jacobian_energy"])
+        total, count = total + energy(gradients) / queries.size, count + 1
+        queries.memory["jacobian_energy"] = (total, count)
+    return float(total / count)
 
 
 def mean_by_point(values: Tensor, points: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +130,13 @@ def variance(estimate: Estimate, size: int) -> float:
         squares = estimate.slopes.double().square()
         return float(squares.mean()) * float(estimate.factors) / len(squares)
     traces = traces_of(estimate, size)
-    return float((traces.values / traces.draws.clamp(min=1)).sum()) / size**2
+    n = traces.draws.clamp(min=1)
+    per_point = traces.values / n
+    if estimate.directions > 1:  # orthogonal draws: full blocks are exact, the rest is sampled
+        d = float(estimate.directions)
+        rest = traces.draws % d
+        per_point = traces.values * rest / n.square() * (d - rest) / (d - 1)
+    return float(per_point.sum()) / size**2
 
 
 def energy(gradients: Gradients) -> float:

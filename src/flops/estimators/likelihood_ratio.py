@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from flops.errors import CoverageError
+from flops.estimators.shaped import estimate_shaped
 from flops.groups import ResolvedGroup, leaves
 from flops.local import LocalTarget
 from flops.noise import KINDS, Kind, NoiseStream
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
+from flops.shaping import Shaping
 from flops.site_checks import check_sites
 from flops.sites import Sites
 from flops.structure import Call
@@ -48,6 +50,7 @@ class LikelihoodRatio:
             pairs +z, -z on the same point (two queries per draw, for large sigma), "none" is the
             equation to the letter; its variance is useless at small sigma.
         noise: "gaussian", "rademacher" or "orthogonal".
+        shaping: `Shaping()` asks where earlier queries found the gradient; None is isotropic.
 
     The mean is the gradient of the loss smoothed by the noise; a query costs the part of a
     forward pass behind the first noise site.
@@ -57,14 +60,15 @@ class LikelihoodRatio:
     targets: Targets = "block"
     baseline: Baseline = "clean"
     noise: Kind = "gaussian"
+    shaping: Shaping | None = None
 
     shared = False
     whole_model = False
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not self.sigma > 0:
-            raise ValueError(f"sigma must be positive, not {self.sigma}")
+        if not 0 < self.sigma < float("inf"):
+            raise ValueError(f"sigma must be positive and finite, not {self.sigma}")
         for value, allowed in (
             (self.targets, get_args(Targets)),
             (self.baseline, get_args(Baseline)),
@@ -120,6 +124,8 @@ class LikelihoodRatio:
 
     def estimate(self, binding: Sites, queries: Queries) -> Estimate:
         """Accumulate delta over the queries, then take the local products."""
+        if self.shaping is not None:
+            return estimate_shaped(self, self.shaping, binding, queries)
         dtype = torch.promote_types(torch.float32, binding.dtype)
         device = binding.sites[0].leaf.device
         delta = torch.zeros(queries.size, binding.size, dtype=dtype, device=device)
@@ -146,7 +152,8 @@ class LikelihoodRatio:
         energies = LeafEnergies(binding, queries)
         gradients = queries.local(binding.local_prefix, binding.local, deltas, energies.see)
         factors = energies.total if energies.closed else jacobian_energy(binding, queries)
-        return Estimate(gradients, w, at, factors)
+        directions = binding.size if self.noise == "orthogonal" else 0
+        return Estimate(gradients, w, at, factors, directions)
 
     def _difference(self, losses: Tensor, clean: Tensor) -> Tensor:
         if self.baseline == "antithetic":
