@@ -13,9 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import ForwardGradient
-from flops.estimators import Exact
-from flops.groups import Group
+from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio
+
+ESTIMATORS = {
+    "leaf": LikelihoodRatio(targets="leaf"),
+    "block": LikelihoodRatio(),
+    "stage": LikelihoodRatio(targets="stage"),
+    "antithetic": LikelihoodRatio(baseline="antithetic"),
+    "rademacher": LikelihoodRatio(noise="rademacher"),
+    "orthogonal": LikelihoodRatio(noise="orthogonal"),
+    "es": ES(),
+    "es-shared": ES(shared=True),
+    "spsa": SPSA(),
+    "spsa-shared": SPSA(shared=True),
+    "exact": Exact(),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from flops import ES, SPSA, CoverageError, Exact, ForwardGradient, Group, LikelihoodRatio
+from flops import CoverageError, ForwardGradient, Group, LikelihoodRatio
 from flops.allocators import Fixed
-from tests.conftest import cosine, estimate, exact, exact_group, flat, gradients, squared
+from tests.conftest import (
+    ESTIMATORS,
+    cosine,
+    estimate,
+    exact,
+    exact_group,
+    flat,
+    gradients,
+    squared,
+)
 
 
 def mlp() -> nn.Sequential:
@@ -19,21 +28,6 @@ def mlp() -> nn.Sequential:
 
 def data(size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 4), torch.randn(size, 2)
-
-
-ESTIMATORS = {
-    "leaf": LikelihoodRatio(targets="leaf"),
-    "block": LikelihoodRatio(),
-    "stage": LikelihoodRatio(targets="stage"),
-    "antithetic": LikelihoodRatio(baseline="antithetic"),
-    "rademacher": LikelihoodRatio(noise="rademacher"),
-    "orthogonal": LikelihoodRatio(noise="orthogonal"),
-    "es": ES(),
-    "es-shared": ES(shared=True),
-    "spsa": SPSA(),
-    "spsa-shared": SPSA(shared=True),
-    "exact": Exact(),
-}
 
 
 def test_exact_equals_backpropagation() -> None:

@@ -25,7 +25,6 @@ from flops import (
     SPSA,
     BatchError,
     CoverageError,
-    Exact,
     FlopsError,
     ForwardGradient,
     Group,
@@ -36,7 +35,7 @@ from flops import (
     RandomnessError,
 )
 from flops.allocators import Equal, Fixed
-from tests.conftest import squared
+from tests.conftest import ESTIMATORS, squared
 
 SIZE = 5
 
@@ -47,20 +46,6 @@ def mlp() -> nn.Sequential:
 
 def data(size: int = SIZE) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4), torch.randn(size, 2)
-
-
-ESTIMATORS = {
-    "leaf": LikelihoodRatio(targets="leaf"),
-    "block": LikelihoodRatio(),
-    "stage": LikelihoodRatio(targets="stage"),
-    "antithetic": LikelihoodRatio(baseline="antithetic"),
-    "orthogonal": LikelihoodRatio(noise="orthogonal"),
-    "es": ES(),
-    "es-shared": ES(shared=True),
-    "spsa": SPSA(),
-    "spsa-shared": SPSA(shared=True),
-    "exact": Exact(),
-}
 
 
 def random_states() -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio
 from flops.estimators.shaped import explore_share
-from flops.shaping import Grid, Moments, Shaping, choose, posterior
+from flops.posterior import posterior
+from flops.shaping import Grid, Moments, Shaping, choose
 from tests.conftest import cosine, exact, flat, gradients, squared
 from tests.statistical.helpers import assert_mean
 

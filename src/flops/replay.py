@@ -13,29 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.batch import Batch
-from flops.script import Action, Forward, scripted
+from flops.script import Action, Forward, Watch, scripted
 from flops.structure import MORE, Call, Leaf, Structure
 
 _OTHER_ROWS = torch.tensor([1, 2])
 
 Record = Mapping[int, list[Any]]
 """Recorded leaves of a call's output, by call number."""
-
-
-class Watch(Protocol):
-    """Looks at one call of the clean pass."""
-
-    @property
-    def call(self) -> int: ...  # noqa: D102
-
-    def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None: ...  # noqa: D102
 
 
 Edit = Callable[[Any], Any]

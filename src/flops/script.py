@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -21,6 +21,15 @@ Script = Mapping[str, Sequence[Action | None]]
 """For a module's name the actions of its calls in order; None runs the module as it is."""
 
 _MISSING = object()
+
+
+class Watch(Protocol):
+    """Looks at one call of the clean pass."""
+
+    @property
+    def call(self) -> int: ...  # noqa: D102
+
+    def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None: ...  # noqa: D102
 
 
 class Leave(BaseException):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flops.noise import NoiseStream
+from flops.posterior import Posterior, posterior
 from flops.queries import Estimate, Queries
 from flops.shaping import (
-    Posterior,
     Shaping,
     Subspace,
     choose,
@@ -26,7 +26,6 @@ from flops.shaping import (
     from_memory,
     grid,
     learn,
-    posterior,
     to_memory,
 )
 from flops.sites import Sites
