@@ -18,7 +18,8 @@ from flops import PrecisionWarning
 
 PARTS = {
     "quality": "cosine to the exact gradient for 20 queries per point and group",
-    "allocation": "J of the allocators over the optimum, and cosines with default settings",
+    "allocation": "J of the allocators over the optimum",
+    "gain": "cosine to the exact gradient with each allocator",
     "allocator": "share of a step that an allocator takes",
     "reuse": "what a query costs with prefix reuse, counted and timed",
 }
