@@ -141,7 +141,7 @@ def test_bad_traces_do_not_poison_what_is_learned(name: str, bad: float) -> None
     losses = torch.linspace(0, 2, 40)
     good = (0.05 + losses.double()).square()
     spoiled, plain = MAKERS[name](), MAKERS[name]()
-    for step in range(60):
+    for step in range(150):
         batch = signal(losses, 20, embeddings=embed("random", 40), key=(step,))
         if step in (0, 5):
             spoiled.learn(batch, traces([bad] * 40))

@@ -30,6 +30,7 @@ from flops.plan import round_counts
 
 Feature = Literal["tanh", "standardised"]
 JITTER = 1e-3
+SETTLED = 100  # updates
 MOST_CORRELATED = 2048  # points; the kernel of 10,000 would take 800 MB, and minutes to factor
 SETTLING = 50  # updates after which Adam's step has halved
 LEAST_RATE = 0.05  # of Adam's first step
@@ -63,7 +64,8 @@ class Gaussian:
             the queries of a step for the next one.
         min_queries: Fewest queries of a point; 0 follows the paper and drops points.
         samples: K, allocations sampled per update.
-        iterations: Most updates per step; when J no longer falls, two.
+        iterations: Most updates per step; a third of them after the first hundred, and two when J
+            no longer falls.
         interval: M, steps between two rounds of updates.
         learning_rate: Adam's first step on the scale-free parameters; it falls to a twentieth.
     """
@@ -96,7 +98,7 @@ class Gaussian:
     def converged(self) -> bool:
         """Whether J has stopped falling: the fast and slow averages of its logarithm agree."""
         learned = self._learned
-        return learned.updates >= 100 and abs(learned.fast - learned.slow) < 0.01
+        return learned.updates >= SETTLED and abs(learned.fast - learned.slow) < 0.01
 
     def parameters(self, mean_queries: float) -> dict[str, float]:
         """beta0, beta1, sigma and gamma of the paper, for a mean number of queries."""
@@ -130,7 +132,10 @@ class Gaussian:
         """A few updates on this batch, starting from where the last ones ended."""
         calls = self._learned.calls + 1
         if (calls - 1) % self.interval == 0:
-            self.fit(signal, traces, 2 if self.converged else self.iterations)
+            # At first it has far to go; afterwards it only follows the training.
+            early = self._learned.updates < SETTLED
+            following = 2 if self.converged else max(2, self.iterations // 3)
+            self.fit(signal, traces, self.iterations if early else following)
         self._learned = _replace(self._learned, calls=calls)
 
     def fit(self, signal: Signal, traces: Traces, iterations: int) -> None:
