@@ -19,6 +19,7 @@ from flops.errors import (
 )
 from flops.estimators import ES, SPSA, DeepZero, Exact, LikelihoodRatio, mezo
 from flops.groups import Group
+from flops.shaping import Shaping
 from flops.step_report import StepReport
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "PrecisionWarning",
     "QueryError",
     "RandomnessError",
+    "Shaping",
     "Shared",
     "StepReport",
     "diagnose",
