@@ -1,0 +1,50 @@
+"""Plots of something over training steps, drawn from the numbers alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Lines = Mapping[str, tuple[Sequence[int], Sequence[Sequence[float]]]]
+
+
+def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None:
+    """Draw a panel for each entry, side by side, and write them as one PNG.
+
+    Args:
+        path: Where the picture goes.
+        panels: By title, then by name of the line: its steps, and one row of values per seed. The
+            line is the mean over seeds, the band goes from the least to the greatest.
+        label: What the vertical axis shows.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figures = _matplotlib()
+    figure = figures.Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        for name, (steps, values) in lines.items():
+            seeds = np.asarray(values, dtype=float)  # (seeds, steps)
+            (drawn,) = axis.plot(steps, seeds.mean(0), label=name, linewidth=1.5)
+            axis.fill_between(
+                steps, seeds.min(0), seeds.max(0), color=drawn.get_color(), alpha=0.2, linewidth=0
+            )
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(label)
+    axes[-1].legend(loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
+def _matplotlib() -> Any:
+    try:  # not pyplot: its windows and global state are not needed
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        hint = 'install it with: pip install "flops-torch[plots]"'
+        raise ImportError(f"plots need matplotlib ({error}); {hint}") from error

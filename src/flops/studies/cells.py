@@ -1,0 +1,143 @@
+"""Cells: the independent runs of a study, each written when it is done, so a study can be resumed.
+
+A cell is one setting with one seed. Its result goes to a JSON file of its own, at once and whole;
+a cell whose file is there, with the same settings, is not run again. Delete the file, or take
+another folder, to measure it again after the code has changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flops.errors import FlopsError
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study.
+
+    Attributes:
+        part: The part of the study that it belongs to; a folder.
+        measure: A function at the top level of a module, from the settings to plain values.
+        settings: A frozen dataclass, the seed among its fields.
+    """
+
+    part: str
+    measure: Callable[[Any], Result]
+    settings: Any
+
+    @property
+    def name(self) -> str:
+        """The seed and the settings that are not left at their defaults, as the name of a file."""
+        given = [
+            f"{f.name}={getattr(self.settings, f.name)}"
+            for f in dataclasses.fields(self.settings)
+            if f.name == "seed" or getattr(self.settings, f.name) != f.default
+        ]
+        return ",".join(given)
+
+    def path(self, folder: Path) -> Path:
+        """Where the result goes."""
+        return folder / "cells" / self.part / f"{self.name}.json"
+
+    def load(self, folder: Path) -> Result | None:
+        """The result, if it is there and of the same settings."""
+        try:
+            kept = json.loads(self.path(folder).read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        if kept.get("settings") != json.loads(json.dumps(dataclasses.asdict(self.settings))):
+            return None
+        result: Result = kept["result"]
+        return result
+
+    def save(self, folder: Path, result: Result) -> None:
+        """Write the result beside its place and move it there, so that it is whole or absent."""
+        path = self.path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        kept = {"settings": dataclasses.asdict(self.settings), "result": result}
+        scratch.write_text(json.dumps(kept, indent=1) + "\n")
+        scratch.replace(path)
+
+
+def run_cells(
+    cells: Sequence[Cell], folder: Path, workers: int, console: Console, title: str
+) -> list[Result]:
+    """Run the cells that are not done, and return the results of all, in order.
+
+    Args:
+        cells: What to run.
+        folder: Where results are kept.
+        workers: Processes, of one thread each; 0 runs in this one.
+        console: Shows a bar if it is a terminal.
+        title: In front of the bar.
+
+    Raises:
+        FlopsError: If cells failed. The others have been run and kept.
+    """
+    left = [cell for cell in cells if cell.load(folder) is None]
+    failed: dict[str, BaseException] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=len(cells), completed=len(cells) - len(left))
+        for cell, error in _finished(left, folder, workers):
+            if error is not None:
+                failed[cell.name] = error
+            bar.advance(task)
+    if failed:
+        name, error = next(iter(failed.items()))
+        raise FlopsError(
+            f"{len(failed)} of {len(left)} cells of '{title}' failed, first '{name}': {error!r}; "
+            "the others are kept, run again to continue"
+        ) from error
+    return [found for cell in cells if (found := cell.load(folder)) is not None]
+
+
+def _finished(cells: Sequence[Cell], folder: Path, workers: int) -> Any:
+    """Cells as they finish, each with its error or None."""
+    if workers == 0:
+        for cell in cells:
+            yield cell, _attempt(cell, folder)
+        return
+    if not cells:
+        return
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes import torch
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(cells)), context, torch.set_num_threads, (1,))
+    try:
+        futures = {pool.submit(_attempt, cell, folder): cell for cell in cells}
+        for future in as_completed(futures):
+            failed = future.exception()  # the process itself died
+            yield futures[future], failed if failed is not None else future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _attempt(cell: Cell, folder: Path) -> Exception | None:
+    try:
+        cell.save(folder, cell.measure(cell.settings))
+    except Exception as error:
+        return error
+    return None
