@@ -122,6 +122,11 @@ class Batch:
             losses = losses.double()
         return losses if losses.dtype == torch.float64 else losses.float()
 
+    def named(self, name: str) -> Tensor | None:
+        """A tensor among the keyword arguments, cut into points; None if there is none."""
+        value = self.arguments(None)[1].get(name)
+        return value if isinstance(value, Tensor) and self._is_cut(value) else None
+
     def arguments(self, rows: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the model for these rows."""
         args, kwargs = tree_unflatten([self._rows(leaf, rows) for leaf in self._leaves], self._spec)

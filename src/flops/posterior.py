@@ -1,7 +1,10 @@
-"""The posterior mean of a point's gradient coordinates from the slopes of its queries.
+"""What isotropic slopes say about the directions nobody asked: a posterior mean.
 
-Slopes are w = E c + noise with c ~ N(0, energy * Lambda): ridge regression, solved for all points
-at once. Leave-one-out residuals follow from the same inverse, without fitting again.
+Given the coordinates measured directly, a slope of isotropic noise z leaves the residual
+r = <g, z>, g the part of the gradient in all other directions. With the prior g ~ N(0, e Lambda),
+e the point's energy, the posterior mean is Lambda Z^T alpha with alpha = (Z Lambda Z^T + N)^-1 r:
+ridge regression with the learned covariance as its metric. Leave-one-out residuals follow from the
+same inverse: alpha_i / (K + N)^-1_ii.
 """
 
 from __future__ import annotations
@@ -14,55 +17,36 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Posterior:
-    """What the queries of every point say about its coordinates.
+    """A fit of every point's residuals; rows of padding are zero.
 
     Attributes:
-        mean: c = Lambda E^T (E Lambda E^T + N)^-1 w, shape (B, k).
-        covariance: Variance that is left of each coordinate at unit energy, shape (B, k).
-        energy: Energy of each point's gradient, shape (B,).
-        plain: w - E c, residuals of the fit, shape (B, A).
-        held_out: Leave-one-out residuals, shape (B, A).
-        doubt: Their variance at unit energy that comes from the fit, not from what the subspace
-            misses, shape (B, A).
-        left_out: Mean over the isotropic queries of c fitted without each, shape (B, k).
+        alpha: (K + N)^-1 r: the posterior mean is Lambda Z^T alpha, shape (b, n).
+        held_out: Residual of each query by the fit to the others, shape (b, n).
+        without: Weights like alpha, averaged over fits that leave one query out, shape (b, n).
     """
 
-    mean: Tensor
-    covariance: Tensor
-    energy: Tensor
-    plain: Tensor
+    alpha: Tensor
     held_out: Tensor
-    doubt: Tensor
-    left_out: Tensor
+    without: Tensor
 
 
-def posterior(
-    e: Tensor, w: Tensor, noise: Tensor, real: Tensor, iso: Tensor, prior: Tensor
-) -> Posterior:
-    """Ridge regression of slopes on coordinates, for all points at once.
+def posterior(kernel: Tensor, r: Tensor, noise: Tensor, real: Tensor) -> Posterior:
+    """Fit the residuals of a block of points.
 
     Args:
-        e: Coordinates of the queries, (B, A, k); rows of padding are zero.
-        w: Slopes, (B, A), zero in padding.
-        noise: Variance of a slope at unit energy that the subspace does not explain, (B, A).
-        real: Which rows are queries, (B, A).
-        iso: Which of them are isotropic, (B, A).
-        prior: Energy share of each direction, (k,).
+        kernel: Z Lambda Z^T at unit energy, shape (b, n, n).
+        r: Residuals, shape (b, n).
+        noise: Variance of a residual that the prior does not explain, at unit energy, shape (b,).
+        real: Which entries are queries, shape (b, n).
     """
-    spread = e * prior
-    system = spread @ e.transpose(1, 2) + torch.diag_embed(torch.where(real, noise, 1.0))
+    both = real.unsqueeze(1) & real.unsqueeze(2)
+    noise = torch.where(real, noise.unsqueeze(1), 1.0)
+    # With a narrow prior and little noise the system is almost singular: double precision.
+    system = torch.where(both, kernel, 0.0).double() + torch.diag_embed(noise.double())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(system))
-    alpha = (inverse @ w.unsqueeze(2)).squeeze(2)  # (B, A)
-    mean = (spread.transpose(1, 2) @ alpha.unsqueeze(2)).squeeze(2)  # (B, k)
-    gain = inverse @ spread  # (B, A, k)
-    covariance = (prior - (gain * spread).sum(1)).clamp(min=0)
-    count = real.sum(1).clamp(min=1)
-    energy = ((w * alpha).sum(1) / count).clamp(min=0)
-    diagonal = inverse.diagonal(dim1=1, dim2=2)
-    held_out = torch.where(real, alpha / diagonal, 0.0)
-    # Without query i: c_-i = c - Lambda E^T K^-1 e_i alpha_i / K^-1_ii.
-    weight = torch.where(iso, held_out, 0.0) / iso.sum(1, keepdim=True).clamp(min=1)
-    left_out = mean - (gain * weight.unsqueeze(2)).sum(1)
-    plain = w - (e @ mean.unsqueeze(2)).squeeze(2)
-    doubt = torch.where(real, 1 / diagonal - noise, 0.0).clamp(min=0)
-    return Posterior(mean, covariance, energy, plain, held_out, doubt, left_out)
+    alpha = (inverse @ r.double().unsqueeze(2)).squeeze(2)
+    held_out = torch.where(real, alpha / inverse.diagonal(dim1=1, dim2=2), 0.0)
+    # The fit without query i has the weights alpha - (K + N)^-1_i held_out_i, zero for i itself.
+    shares = held_out / real.sum(1, keepdim=True).clamp(min=1)
+    without = torch.where(real, alpha - (inverse @ shares.unsqueeze(2)).squeeze(2), 0.0)
+    return Posterior(torch.where(real, alpha, 0.0).to(r), held_out.to(r), without.to(r))

@@ -45,6 +45,7 @@ class Estimate:
         factors: Trace of one draw's covariance over its squared slope: one number, or one for
             each point, shape (B,).
         directions: Number of noise dimensions if a point's draws are mutually orthogonal, else 0.
+        shaped: Energies and errors, where the estimate is not an average over the draws.
     """
 
     gradients: Gradients
@@ -52,6 +53,22 @@ class Estimate:
     points: Tensor | None = None
     factors: float | Tensor = 0.0
     directions: int = 0
+    shaped: Shaped | None = None
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """What shaped noise says about the error of each point's delta.
+
+    Attributes:
+        energy: Estimated squared length of the gradient at the noise, shape (B,).
+        error: Estimated squared error of its estimate, shape (B,).
+        dimensions: Noise values of a row.
+    """
+
+    energy: Tensor
+    error: Tensor
+    dimensions: int
 
 
 @dataclass(frozen=True)

@@ -119,16 +119,21 @@ def traces_of(estimate: Estimate, size: int) -> Traces:
     """Tr_j of every point from the slopes of its own draws."""
     assert estimate.points is not None
     squares, draws = mean_by_point(estimate.slopes.double().square(), estimate.points, size)
+    if estimate.shaped is not None:  # known directions would count too much or too little
+        squares = estimate.shaped.energy.double()
     return Traces(squares, draws, torch.as_tensor(estimate.factors).double().expand(size))
 
 
 def variance(estimate: Estimate, size: int) -> float:
-    """V, the trace of the batch gradient's covariance."""
+    """V, the trace of the batch gradient's covariance; its squared error under shaped noise."""
     if len(estimate.slopes) == 0:
         return 0.0
     if estimate.points is None:  # shared draws: one slope for the whole batch
         squares = estimate.slopes.double().square()
         return float(squares.mean()) * float(estimate.factors) / len(squares)
+    if estimate.shaped is not None:
+        errors = estimate.shaped.error.double() / estimate.shaped.dimensions
+        return float((errors * torch.as_tensor(estimate.factors)).sum()) / size**2
     traces = traces_of(estimate, size)
     n = traces.draws.clamp(min=1)
     per_point = traces.values / n

@@ -1,0 +1,162 @@
+"""One step of shaped noise: ask where earlier queries found the gradient, and learn from the rest.
+
+A share of the queries is isotropic and sees what the known directions miss; the others ask these
+(`flops.asking`). The answers give the estimate (`flops.explaining`), the captured energy, and the
+second moments from which the next step takes its directions (`flops.moments`,
+`flops.directions`). The first steps are isotropic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flops.asking import Asked, Space, ask
+from flops.directions import leading
+from flops.explaining import Explained, coherence, explain
+from flops.moments import Change, Moments
+from flops.queries import Queries, Shaped
+from flops.shaping import Shaping
+
+WARM = 4  # isotropic steps before the first directions
+AVERAGE = 0.9  # what running averages keep
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the queries showed.
+
+    Attributes:
+        delta: Estimated gradient of every point's loss at the noise, shape (B, dimensions).
+        slopes: Slope of every draw, shape (draws,).
+        points: Its point.
+        isotropic: Which of the draws were isotropic.
+        shaped: Energies and errors of delta.
+    """
+
+    delta: Tensor
+    slopes: Tensor
+    points: Tensor
+    isotropic: Tensor
+    shaped: Shaped
+
+
+def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
+    """Run a group's queries with shaped noise, and learn from them for the next step."""
+    memory, draws = queries.memory, queries.counts // space.unit
+    steps = int(memory.get("shaped_steps", 0))
+    captured = float(memory.get("captured", 0.0))
+    moments = _moments(memory.get("moments", ()), space)
+    share = shaping.share(captured)
+    iso = torch.minimum((draws * share).ceil().long().clamp(min=1), draws)
+    iso = torch.maximum(iso, draws - space.dimensions)  # more directions there are not
+    warm = steps < WARM or bool((iso == draws).all())
+    iso = draws if warm else iso
+    known = leading(space.grids, moments, int((draws - iso).max()))
+    asked = ask(space, queries, known, iso, draws)
+    found = explain(asked, float(memory.get("ridge", 1.0)))
+    now = 1 - float(found.missed.sum()) / max(float(found.energy.sum()), 1e-300)
+    after = 0.0 if warm else _running(captured, now) if captured else now
+    keep = 1.0 if warm else shaping.keep(now, captured, after)
+    memory["moments"] = [m.to_memory() for m in learn(asked, found, moments, keep, steps)]
+    memory["shaped_steps"] = steps + 1
+    if warm:
+        delta, error = found.outside, found.energy * space.dimensions / draws.clamp(min=1)
+    else:
+        memory["captured"] = after
+        memory["ridge"] = found.ridge
+        eta = 1.0 if shaping.unbiased else _signal(memory, asked, found)
+        delta = found.inside + found.tail + eta * found.correction
+        noise = found.error * space.dimensions / iso.clamp(min=1)
+        error = (1 - eta) ** 2 * found.error + eta**2 * noise
+    memory["k"] = float((draws - iso).double().mean())
+    memory["explore"] = float(iso.sum()) / max(1, int(draws.sum()))
+    real = torch.arange(asked.w.size(1)) < draws.unsqueeze(1)
+    shaped = Shaped(found.energy, error, space.dimensions)
+    points, number = torch.nonzero(real).unbind(1)
+    return Answers(delta, asked.w[real], points, number < iso[points], shaped)
+
+
+def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:
+    """What is known so far; a site whose positions are no longer aligned keeps its channels."""
+    if len(kept) != len(space.grids):
+        return [Moments.empty(g, space.dtype) for g in space.grids]
+    found = []
+    for g, saved in zip(space.grids, kept, strict=True):
+        m = Moments.from_memory(saved)
+        found.append(m if g.aligned else Moments(None, m.channels))
+    return found
+
+
+def _running(old: float, new: float) -> float:
+    return AVERAGE * old + (1 - AVERAGE) * new
+
+
+def _signal(memory: dict[str, Any], asked: Asked, found: Explained) -> float:
+    """Share of signal in the summed correction, of this step and those before."""
+    whole, noise = coherence(asked, found)
+    if "coherence" in memory:
+        whole, noise = (
+            _running(a, b) for a, b in zip(memory["coherence"], (whole, noise), strict=True)
+        )
+    memory["coherence"] = (whole, noise)
+    return max(0.0, 1 - noise / whole) if whole > 0 else 0.0
+
+
+def learn(
+    asked: Asked, found: Explained, moments: Sequence[Moments], keep: float, step: int
+) -> list[Moments]:
+    """The moments after this step.
+
+    A point's weight is that of inverse variance: the noise of its outer product is about its
+    energy over its number of isotropic queries. For Gaussian z,
+    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was asked.
+    """
+    space, known = asked.space, asked.known
+    n = asked.iso.clamp(min=1).to(space.dtype)
+    resolution = torch.finfo(asked.queries.losses.dtype).eps / space.sigma
+    live = (found.energy > (10 * resolution) ** 2) & (asked.iso > 0)
+    weight = torch.where(live, n.square() / found.energy.clamp(min=1e-300), 0.0)
+    over = 1 / (n + 1)
+    plus = (found.inside + found.outside) * weight.sqrt().unsqueeze(1)
+    minus = found.outside * (weight * over).sqrt().unsqueeze(1)
+    floor = weight * (1 - over) * found.missed / n
+    cover = (floor.unsqueeze(1) * asked.measured).sum(0)
+    learned = []
+    for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
+        mine = torch.nonzero(known.site == s).flatten()
+        used = torch.full_like(floor, g.positions)
+        if not g.aligned and space.mask is not None:
+            used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)
+        over_channels = _change(
+            g.cut(plus).flatten(0, 1),
+            g.cut(minus).flatten(0, 1),
+            float((floor * used).sum()),
+            known.channels[s],
+            known.column[mine],
+            cover[mine],
+        )
+        positions = m.positions
+        if positions is not None:
+            over_positions = _change(
+                g.cut(plus).transpose(1, 2).flatten(0, 1),
+                g.cut(minus).transpose(1, 2).flatten(0, 1),
+                float(floor.sum()) * g.channels,
+                known.positions[s],
+                known.row[mine],
+                cover[mine],
+            )
+            positions = positions.updated(keep, over_positions, step)
+        learned.append(Moments(positions, m.channels.updated(keep, over_channels, step)))
+    return learned
+
+
+def _change(
+    plus: Tensor, minus: Tensor, floor: float, vectors: Tensor, number: Tensor, cover: Tensor
+) -> Change:
+    summed = torch.zeros(vectors.size(1), dtype=plus.dtype).index_add_(0, number, cover)
+    return Change(plus, minus, floor, vectors, summed)
