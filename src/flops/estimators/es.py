@@ -19,8 +19,9 @@ class ES(ParameterNoise):
     Args:
         sigma: Noise scale.
         shared: One draw for the whole batch instead of one for each point.
-        noise: Noise of shared draws.
+        noise: Noise of shared draws, and of the isotropic ones among shaped draws.
         baseline: "clean" (the noise-free loss), "none", or "antithetic", which is SPSA.
+        shaping: `Shaping()` asks where earlier queries found the gradient; None is isotropic.
     """
 
     baseline: Baseline = "clean"
@@ -30,6 +31,11 @@ class ES(ParameterNoise):
         super().__post_init__()
         if self.baseline not in get_args(Baseline):
             raise ValueError(f"'{self.baseline}' is not one of {list(get_args(Baseline))}")
+        if self.shaping is not None and self.baseline == "none":
+            raise ValueError(
+                'shaping takes slopes for coordinates of the gradient, which baseline="none" does '
+                'not give: use "clean" or "antithetic"'
+            )
 
     @property
     def _baseline(self) -> Baseline:

@@ -13,20 +13,22 @@ are never written to, so they come back bit-exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flops.errors import CoverageError
+from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
 from flops.groups import ResolvedGroup
 from flops.local import Gradients
-from flops.noise import NoiseStream, fill, generator
+from flops.noise import Kind, NoiseStream, fill, generator
 from flops.plan import Rows
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.script import Action, Forward
+from flops.shaping import Shaping
 from flops.structure import Call, Structure
 from flops.thin import (
     Entry,
@@ -53,11 +55,14 @@ class ParameterNoise:
             points' errors are then correlated, so counts must be equal.
         noise: Noise of shared draws, "gaussian" or "rademacher". Independent draws are signs,
             of rank one for matrices.
+        shaping: `Shaping()` asks where earlier queries found the gradient, for groups of few
+            parameters (prompts, adapters) with independent draws; None is isotropic.
     """
 
     sigma: float = 1e-3
     shared: bool = False
     noise: SharedKind = "gaussian"
+    shaping: Shaping | None = field(default=None, kw_only=True)
 
     whole_model = False
 
@@ -67,10 +72,19 @@ class ParameterNoise:
             raise ValueError(f"sigma must be positive, not {self.sigma}")
         if self.noise not in ("gaussian", "rademacher"):
             raise ValueError(f"'{self.noise}' is not one of ['gaussian', 'rademacher']")
+        if self.shaping is not None and self.shared:
+            raise ValueError(
+                "shaping needs draws of each point's own, not shared=True: leave one of them out"
+            )
 
     @property
     def _baseline(self) -> Baseline:
         raise NotImplementedError
+
+    @property
+    def _isotropic(self) -> Kind:
+        """Kind of the isotropic queries among shaped ones."""
+        return self.noise
 
     @property
     def unit(self) -> int:
@@ -88,24 +102,31 @@ class ParameterNoise:
     def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Units:
         """Find the calls around which the parameters are perturbed."""
         units = find_units(group, passes, reuse, () if self.shared else tuple(thin_products()))
+        if self.shaping is not None:
+            check_size(group.name, units)
         if not self.shared:
             _check_rows(group.name, units, passes)
         return units
 
     def estimate(self, binding: Units, queries: Queries) -> Estimate:
         """Run the queries and sum slope * noise."""
-        run = _shared if self.shared else _pointwise
-        estimate = run(self, binding, queries)
+        if self.shaping is not None:
+            estimate = estimate_shaped_parameters(self, self.shaping, binding, queries)
+        else:
+            run = _shared if self.shared else _pointwise
+            estimate = run(self, binding, queries)
         if self._baseline != "none":
-            queries.warn_if_rounding((estimate.slopes * self.sigma).to(queries.losses.dtype))
+            slopes, shaped = estimate.slopes, estimate.shaped
+            if shaped is not None:  # asked for little things on purpose: take isotropic ones' size
+                slopes = shaped.energy[estimate.points].sqrt()
+            queries.warn_if_rounding((slopes * self.sigma).to(queries.losses.dtype))
         return estimate
 
-
-def _slopes(options: ParameterNoise, losses: Tensor, clean: Tensor) -> Tensor:
-    """W = (l - b) / sigma for each draw; pairs stand side by side."""
-    if options._baseline == "antithetic":
-        return (losses[0::2] - losses[1::2]) / (2 * options.sigma)
-    return (losses - (clean if options._baseline == "clean" else 0.0)) / options.sigma
+    def _slopes(self, losses: Tensor, clean: Tensor) -> Tensor:
+        """W = (l - b) / sigma for each draw; pairs stand side by side."""
+        if self._baseline == "antithetic":
+            return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
+        return (losses - (clean if self._baseline == "clean" else 0.0)) / self.sigma
 
 
 # Shared draws
@@ -122,7 +143,7 @@ def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate
         for sign in signs:
             around = _shift_all(options, units, queries, draw, sign)
             means.append(queries.batch_mean(units.prefix, around).cpu())
-        w = _slopes(options, torch.stack(means), clean.expand(1))
+        w = options._slopes(torch.stack(means), clean.expand(1))
         slopes.append(w)
         for number, unit in enumerate(units.units):
             for parameter, z in _unit_noise(options, queries, draw, number, unit):
@@ -221,7 +242,7 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
         scaled = _scaled(z, rows, factor, options)
         around = _perturb_rows(units.structure, entries, scaled, seen)
         losses = queries.run(units.prefix, rows.points, around=around).cpu()
-        w = _slopes(options, losses, queries.losses[rows.points].cpu()).to(dtype)
+        w = options._slopes(losses, queries.losses[rows.points].cpu()).to(dtype)
         weighted = (rows.weights[once].to(dtype) * w / queries.size).to(device)
         sizes[at] = float(units.size)
         for entry in entries:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flops.estimators.parameter_noise import Baseline, ParameterNoise
+from flops.noise import Kind
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,14 @@ class SPSA(ParameterNoise):
         sigma: Noise scale.
         shared: One draw for the whole batch instead of one for each point.
         noise: Noise of shared draws.
+        shaping: `Shaping()` asks where earlier queries found the gradient; None is isotropic.
+            The isotropic ones among shaped draws are signs.
     """
 
     @property
     def _baseline(self) -> Baseline:
         return "antithetic"
+
+    @property
+    def _isotropic(self) -> Kind:
+        return "rademacher"

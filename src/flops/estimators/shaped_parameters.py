@@ -1,0 +1,156 @@
+"""ES and SPSA with shaped noise: the small vectors of a group as the space that is asked.
+
+Noise goes on the group's parameters (a prompt, an adapter) laid side by side in one row, which
+each point has for itself; the directions that are asked are dense, so every row runs with
+parameters of its own. The noise is then the parameters' own, and no local product is needed:
+
+    gradient = (1/B) sum_j delta_j, cut back into parameters
+
+A parameter is a grid (tokens x channels for a prompt, outputs x inputs for a Linear), for its two
+moments are learned from far fewer queries than one over all pairs of its values. But grids know
+nothing of each other, so several parameters that are few values together are one flat grid.
+A row must be small: what is kept, for each point, is a whole gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flops.asking import Space
+from flops.errors import CoverageError
+from flops.local import Gradients
+from flops.moments import Grid
+from flops.plan import Rows
+from flops.queries import Estimate, Queries
+from flops.script import Action, Forward
+from flops.shaped_step import shaped_queries
+from flops.shaping import Shaping
+from flops.thin import Entry, batch_first, generic, used_tokens
+from flops.units import Unit, Units
+
+if TYPE_CHECKING:
+    from flops.estimators.parameter_noise import ParameterNoise
+
+LARGEST = 65_536  # noise values of a row
+FLAT = 512  # up to which several parameters are one grid; its moment costs the cube of that
+
+
+def check_size(group: str, units: Units) -> None:
+    """Refuse a group whose rows are too long."""
+    size = sum(entry.out for entry in _side_by_side(units))
+    if size > LARGEST:
+        raise CoverageError(
+            f"group '{group}': shaped noise on parameters is a row of {size:,} values for each "
+            f"point here, and at most {LARGEST:,} are allowed; use LikelihoodRatio with shaping, "
+            "whose noise is as large as an output, or no shaping"
+        )
+
+
+def estimate_shaped_parameters(
+    options: ParameterNoise, shaping: Shaping, units: Units, queries: Queries
+) -> Estimate:
+    """Shaped queries, then the mean of what they found over the points."""
+    entries = _side_by_side(units)
+    dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
+    felt = _Felt(entries, queries.size)
+
+    def ask(rows: Rows, z: Tensor) -> Tensor:
+        signed = z if options.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
+        noise = options.sigma * felt.without_padding(signed)
+        around = _perturb(units, entries, noise, rows.points, felt)
+        losses = queries.run(units.prefix, rows.points, around=around).cpu()
+        return options._slopes(losses, queries.losses[rows.points].cpu()).to(dtype)
+
+    space = Space(_grids(entries), options.unit, options._isotropic, dtype, ask, options.sigma)
+    found = shaped_queries(space, shaping, queries)
+    mean = (found.delta * felt.mask).mean(0, keepdim=True)  # (1, dimensions)
+    gradients: Gradients = {}
+    for entry in entries:  # a tied parameter has one for each of its places
+        part = entry.cut(mean).reshape(entry.parameter.shape)
+        before = gradients.get(entry.parameter)
+        gradients[entry.parameter] = part.clone() if before is None else before + part
+    return Estimate(gradients, found.slopes, found.points, felt.mask.sum(1), shaped=found.shaped)
+
+
+def _side_by_side(units: Units) -> list[Entry]:
+    entries, offset = [], 0
+    for unit in units.units:
+        for path, parameter in unit.parameters.items():
+            entries.append(Entry(unit, path, parameter, offset, parameter.numel(), 0))
+            offset += parameter.numel()
+    return entries
+
+
+def _grids(entries: list[Entry]) -> list[Grid]:
+    size = entries[-1].offset + entries[-1].out
+    if len(entries) > 1 and size <= FLAT:
+        return [Grid(0, 1, size)]
+    return [Grid(e.offset, n, e.out // n) for e in entries for n in [_positions(e.parameter.shape)]]
+
+
+def _positions(shape: torch.Size) -> int:
+    """Where a shape is cut into positions and channels: so that the two moments are smallest."""
+    cuts = [math.prod(shape[:axis]) for axis in range(max(1, len(shape)))]
+    return min(cuts, key=lambda n: n + math.prod(shape) // n)
+
+
+class _Felt:
+    """Which noise a point's loss can feel: not that on tokens it does not read, or on padding.
+
+    Attributes:
+        mask: 1 where it can, shape (B, dimensions); tokens are filled in as the queries run.
+    """
+
+    def __init__(self, entries: list[Entry], size: int) -> None:
+        self._entries = {(e.unit.name, e.path): e for e in entries}
+        self._noisy = torch.ones(entries[-1].offset + entries[-1].out)
+        self.mask = torch.ones(size, len(self._noisy))
+        for e in entries:
+            columns = self._noisy[e.offset : e.offset + e.out].view(e.parameter.shape)
+            if e.path in e.unit.padding:
+                columns[e.unit.padding[e.path]] = 0
+            if type(e.unit.module) is nn.Embedding:
+                self.mask[:, e.offset : e.offset + e.out] = 0
+        self.mask *= self._noisy
+
+    def without_padding(self, noise: Tensor) -> Tensor:
+        """Noise without that on rows of padding, which do not learn."""
+        return noise * self._noisy.to(noise)
+
+    def reads(self, unit: Unit, points: Tensor, ids: Tensor) -> None:
+        """The rows of these points look these tokens up."""
+        assert isinstance(unit.module, nn.Embedding)
+        entry = self._entries[unit.name, "weight"]
+        read = used_tokens(unit.module, ids).cpu()  # (R, V)
+        wide = read.repeat_interleave(unit.module.embedding_dim, 1)
+        columns = slice(entry.offset, entry.offset + entry.out)
+        self.mask[points, columns] = torch.maximum(self.mask[points, columns], wide)
+
+
+def _perturb(
+    units: Units, entries: list[Entry], noise: Tensor, points: Tensor, felt: _Felt
+) -> dict[int, Action]:
+    around: dict[int, Action] = {}
+    for unit in units.units:
+        parts = {e.path: e.noise(noise) for e in entries if e.unit is unit}
+        for number in unit.calls:
+            around[number] = _action(units, unit, number, parts, points, felt)
+    return around
+
+
+def _action(
+    units: Units, unit: Unit, number: int, parts: dict[str, Tensor], points: Tensor, felt: _Felt
+) -> Action:
+    call = units.structure.calls[number]
+
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(unit.module) is nn.Embedding:
+            felt.reads(unit, points, batch_first(args, kwargs, len(points), call))
+        with unit.clean_padding():
+            return generic(unit.module, forward, args, kwargs, parts, call)
+
+    return action
