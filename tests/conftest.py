@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio
+from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
 
 ESTIMATORS = {
     "leaf": LikelihoodRatio(targets="leaf"),
@@ -24,8 +24,10 @@ ESTIMATORS = {
     "orthogonal": LikelihoodRatio(noise="orthogonal"),
     "es": ES(),
     "es-shared": ES(shared=True),
+    "es-shaped": ES(shaping=Shaping()),
     "spsa": SPSA(),
     "spsa-shared": SPSA(shared=True),
+    "spsa-shaped": SPSA(shaping=Shaping()),
     "exact": Exact(),
 }
 
