@@ -11,7 +11,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,9 @@ def run_cells(
     return [found for cell in cells if (found := cell.load(folder)) is not None]
 
 
-def _finished(cells: Sequence[Cell], folder: Path, workers: int) -> Any:
+def _finished(
+    cells: Sequence[Cell], folder: Path, workers: int
+) -> Iterator[tuple[Cell, BaseException | None]]:
     """Cells as they finish, each with its error or None."""
     if workers == 0:
         for cell in cells:

@@ -1,0 +1,86 @@
+"""The study of shaped noise: runs, tables and plots that are written, and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flops.cli import main
+from flops.studies import shaped_tables
+from flops.studies.shaped_problems import PROBLEMS, Comparison, compare
+from flops.studies.shaped_training import Training, mean_cosines, train
+
+
+def refuse(settings: Any) -> dict[str, Any]:
+    raise AssertionError("a finished cell was run again")
+
+
+def test_updates_along_the_exact_gradient_are_those_of_backpropagation() -> None:
+    both = [
+        train(Training(method, queries=2, every=2, follow="exact", most=3, seed=1))
+        for method in ("shaped", "backpropagation")
+    ]
+    assert both[0]["losses"] == pytest.approx(both[1]["losses"], rel=1e-5)
+    assert both[0]["validation loss"] == pytest.approx(both[1]["validation loss"], rel=1e-5)
+    assert both[0]["steps"] == [0, 2]
+    assert both[0]["test"] is None
+    assert both[1]["forward equivalents"] == 3 * 3 * 64
+
+
+def test_mean_cosines_leave_out_the_first_steps() -> None:
+    result = {"steps": [0, 4, 8], "cosines": [[9.0, 9.0], [1.0, 2.0], [3.0, 4.0]]}
+    assert mean_cosines(result, 4) == [2, 3]
+
+
+def test_the_best_rate_is_chosen_by_validation() -> None:
+    def cell(right: float, loss: float) -> list[dict[str, float]]:
+        return [{"validation": right, "validation loss": loss, "test": 1 - right}]
+
+    sweep = {
+        ("a", 0.1): cell(0.8, 1.0),
+        ("a", 0.2): cell(0.9, 1.0),
+        ("a", 0.3): cell(0.9, 0.5),
+        ("b", 0.1): cell(0.7, 1.0),
+    }
+    assert shaped_tables.best_rates(sweep) == {"a": 0.3, "b": 0.1}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_both_arms_of_a_problem(problem: str) -> None:
+    state = torch.get_rng_state()
+    found = compare(Comparison(problem, queries=4, steps=6))
+    assert torch.equal(torch.get_rng_state(), state)
+    for arm in ("shaped", "isotropic"):
+        assert len(found[arm]) == 6
+        assert all(-1 <= c <= 1 for row in found[arm] for c in row)
+    assert found["losses"] == compare(Comparison(problem, queries=4, steps=6))["losses"]
+
+
+def test_the_command_writes_tables_and_plots_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flops.studies.shaped.MAIN", ((2, 1, 0),))
+    monkeypatch.setattr("flops.studies.shaped.RATES", (1e-3,))
+    command = ["study", "shaped", "--seeds", "2", "--workers", "0", "--most", "1"]
+    command += ["--output", str(tmp_path), "--parts", "main", "accuracy"]
+    main(command)
+    assert "middle third" in capsys.readouterr().out
+    assert (tmp_path / "main.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 2 queries, from step 0 |" in (tmp_path / "main.md").read_text()
+    titles = [table["title"] for table in json.loads((tmp_path / "accuracy.json").read_text())]
+    assert titles == [
+        "Learning rates, on the validation split",
+        "Test accuracy after the same number of epochs",
+    ]
+    for cell in (tmp_path / "cells" / "sweep").iterdir():  # choosing never looks at the test split
+        assert json.loads(cell.read_text())["result"]["test"] is None
+    before = (tmp_path / "main.md").read_text()
+    monkeypatch.setattr("flops.studies.shaped.train", refuse)
+    main(command)
+    assert (tmp_path / "main.md").read_text() == before
+    with pytest.raises(SystemExit, match="at least one seed"):
+        main([*command, "--seeds", "0"])
