@@ -21,6 +21,7 @@ PARTS = {
     "allocation": "J of the allocators over the optimum",
     "gain": "cosine to the exact gradient with each allocator",
     "allocator": "share of a step that an allocator takes",
+    "shaping": "what shaped noise adds to a step",
     "reuse": "what a query costs with prefix reuse, counted and timed",
 }
 OUTPUT = Path(__file__).with_name("results.json")
