@@ -63,14 +63,11 @@ def relative(found: Tensor, truth: Tensor) -> float:
 
 @kinds
 def test_a_planted_subspace_is_found(kind: str) -> None:
-    """Three directions in 24: with half as many draws nothing is left to chance.
-
-    What the first steps learned is noisy and must be forgotten, so the decay sets the pace.
-    """
+    """Three directions in 24: with half as many draws nothing is left to chance."""
     model, x, y = planted(16)
     truth = flat(exact(model, squared, x, y))
-    fg = engine(model, shaped(kind, decay=0.6), 12)
-    errors = [relative(step(fg, x, y), truth) for _ in range(70)]
+    fg = engine(model, shaped(kind), 12)
+    errors = [relative(step(fg, x, y), truth) for _ in range(90)]
     assert min(errors[:4]) > 0.1  # isotropic: far off
     assert max(errors[-5:]) < 1e-5
     assert fg.memory["prompt"]["captured"] > 0.99
@@ -181,8 +178,7 @@ def case(name: str, size: int = 3) -> tuple[nn.Module, Tensor, Tensor]:
     return MODELS[name]().double(), x, torch.randn(size, 3).double()
 
 
-@kinds
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("kind", "together"), [("es", True), ("spsa", False)])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_many_directions_as_values_give_the_gradient(
     name: str, together: bool, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -252,11 +248,11 @@ def test_a_single_point_and_a_point_without_queries() -> None:
 
 
 @kinds
-@pytest.mark.parametrize("chunk", [2, 7, 1000])
+@pytest.mark.parametrize("chunk", [3, 1000])
 def test_chunk_size_does_not_matter(kind: str, chunk: int) -> None:
     model, x, y = planted()
     whole, cut = (engine(model, shaped(kind), chunk=c) for c in (None, chunk))
-    for _ in range(8):
+    for _ in range(6):
         a, b = step(whole, x, y), step(cut, x, y)
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
