@@ -27,9 +27,16 @@ import flops.estimators
 from flops import ForwardGradient, Group
 from flops.allocators import Allocator, Fixed, Signal
 from flops.estimators import Estimator
+from flops.shaping import Shaping
 from tests.conftest import flat, gradients, squared
 
 SIZE, QUERIES = 4, 6
+
+
+@pytest.fixture(autouse=True)
+def shaped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without isotropic steps, so that one step shows shaped noise."""
+    monkeypatch.setattr("flops.shaped_step.WARM", 0)
 
 
 def classes(package: Any) -> Iterator[type]:
@@ -52,6 +59,9 @@ def variants(cls: type) -> Iterator[tuple[str, Any]]:
     """The defaults, and each other value of each option that is a choice or a switch."""
     yield cls.__name__, cls()
     hints = get_type_hints(cls)
+    if "shaping" in hints:
+        yield f"{cls.__name__}-shaping", cls(shaping=Shaping())
+        yield f"{cls.__name__}-unbiased", cls(shaping=Shaping(unbiased=True))
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         values = get_args(hint) if get_origin(hint) is Literal else ()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import ForwardGradient, Group, LikelihoodRatio
+from flops import ForwardGradient, Group, LikelihoodRatio, diagnose
+from flops.asking import Asked, ask
 from flops.directions import leading
 from flops.moments import DENSE, Change, Factor, Grid, Moments
 from flops.posterior import posterior
@@ -73,7 +75,12 @@ def test_a_planted_subspace_is_found_and_the_estimate_becomes_exact(tokens: int)
     assert errors[0] > 0.1  # isotropic: far off
     assert max(errors[-5:]) < 1e-5  # curvature of the loss at sigma = 1e-7
     assert memory["captured"] > 0.999
-    assert memory["explore"] < 0.2
+    fg.model.zero_grad()
+    report = fg.estimate(x, y, exact=True)
+    assert report.shaping["site"].explore < 0.3  # one of four draws, rounded up
+    assert report.shaping["site"].sites[0].captured > 0.999
+    assert report.shaping["site"].sites[0].site == "target"
+    assert report.cosine["site"] > 0.9999
 
 
 def test_in_the_right_subspace_the_estimate_is_exact() -> None:
@@ -114,13 +121,13 @@ def test_captured_energy_of_a_learned_subspace_is_the_true_one() -> None:
     fg = ForwardGradient(model, squared, groups)
     for _ in range(40):
         fg.model.zero_grad()
-        fg.estimate(x, y)
+        report = fg.estimate(x, y)
     hidden = model[0](x).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(squared(model[2](model[1](hidden)), y).sum(), hidden)
     grids = [Grid(0, 1, 40)]
     memory = fg.memory["site"]
     directions = leading(grids, [Moments.from_memory(memory["moments"][0])], 8)
-    c = directions.coordinates(gradient)[:, : round(memory["k"])]
+    c = directions.coordinates(gradient)[:, : round(report.shaping["site"].k)]
     true = float(c.square().sum() / gradient.square().sum())
     assert 0.3 < true < 0.98
     assert memory["captured"] == pytest.approx(true, abs=0.1)
@@ -325,3 +332,145 @@ def test_older_steps_count_less_as_the_captured_energy_rises() -> None:
 def test_options_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must lie in"):
         Shaping(**options)
+
+
+class Padded(nn.Module):
+    """Mean over the real tokens of a nonlinear reading of each; lengths vary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(3, 10)
+        self.register_buffer("reads", torch.randn(10, 2))
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        read = torch.tanh(self.target(x) @ self.reads) * attention_mask.unsqueeze(2)
+        return read.sum(1) / attention_mask.sum(1, keepdim=True)
+
+
+def padded_batch(longest: int, size: int = 8) -> dict[str, Tensor]:
+    lengths = torch.randint(2, longest + 1, (size,))
+    lengths[0] = longest
+    mask = (torch.arange(longest) < lengths.unsqueeze(1)).double()
+    return {"x": torch.randn(size, longest, 3).double(), "attention_mask": mask}
+
+
+def sequence_engine(model: nn.Module, queries: int = 24, **options) -> ForwardGradient:
+    estimator = LikelihoodRatio(1e-7, shaping=Shaping(**options))
+    return ForwardGradient(model, squared, [Group(model.target, estimator, queries, name="site")])
+
+
+def test_sequences_of_varying_length_learn_their_channels() -> None:
+    """Two channel directions times the real positions: 24 queries know all of up to 9 tokens."""
+    model = Padded().double()
+    fg = sequence_engine(model)
+    found = []
+    for number in range(40):
+        batch, y = padded_batch(5 + number % 5), torch.randn(8, 2).double()
+        fg.model.zero_grad()
+        found.append(fg.estimate(batch, y, exact=True).cosine["site"])
+    moments = fg.memory["site"]["moments"][0]
+    assert moments["positions"] is None
+    values = torch.linalg.eigvalsh(moments["channels"]["matrix"]).flip(0)
+    assert float(values[:2].sum() / values.sum()) > 0.99
+    assert sum(found[-10:]) / 10 > 0.98
+    assert sum(found[:4]) / 4 < 0.93
+
+
+def test_padding_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def spy(*given: Any) -> Asked:
+        asked.append(ask(*given))
+        return asked[-1]
+
+    monkeypatch.setattr("flops.shaped_step.ask", spy)
+    fg = sequence_engine(Padded().double())
+    for _ in range(6):
+        batch = padded_batch(6)
+        fg.estimate(batch, torch.randn(8, 2).double())
+    last = asked[-1]
+    positions = last.known.row[torch.nonzero(last.measured)[:, 1]]
+    real = batch["attention_mask"].bool()[torch.nonzero(last.measured)[:, 0], positions]
+    assert len(real) > 8 * 12
+    assert bool(real.all())
+    assert not batch["attention_mask"].bool().all()
+
+
+def test_without_a_mask_a_change_of_length_drops_the_positions() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(3, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.target(x)).mean(1)
+
+    model = Net().double()
+    fg = sequence_engine(model, 8)
+    y = torch.randn(4, 6).double()
+    for length in (5, 5, 5, 5, 5, 5):
+        fg.estimate(torch.randn(4, length, 3).double(), y)
+    before = fg.memory["site"]["moments"][0]
+    assert before["positions"]["matrix"].shape == (5, 5)
+    fg.estimate(torch.randn(4, 7, 3).double(), y)
+    after = fg.memory["site"]["moments"][0]
+    assert after["positions"] is None
+    assert after["channels"]["matrix"].shape == (6, 6)
+    fg.estimate(torch.randn(4, 5, 3).double(), y)  # and it stays so
+    assert fg.memory["site"]["moments"][0]["positions"] is None
+
+
+@pytest.mark.parametrize("targets", ["leaf", "block", "stage"])
+def test_every_kind_of_target_gains(targets: str) -> None:
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 2)).double()
+    for module in (model[0], model[3]):
+        module.requires_grad_(False)
+    x, y = torch.randn(16, 5).double(), torch.randn(16, 2).double()
+    means = []
+    for shaping in (Shaping(), None):
+        estimator = LikelihoodRatio(1e-6, targets, shaping=shaping)
+        fg = ForwardGradient(model, squared, [Group(blocks, estimator, 6, name="blocks")])
+        late = []
+        for _ in range(40):
+            model.zero_grad()
+            report = fg.estimate(x, y, exact=True)
+            late.append(report.cosine["blocks"])
+        means.append(sum(late[-10:]) / 10)
+        if shaping is not None:
+            sites = report.shaping["blocks"].sites
+            assert len(sites) == {"leaf": 2, "block": 2, "stage": 1}[targets]
+            assert sum(s.k for s in sites) == pytest.approx(report.shaping["blocks"].k)
+            assert all(0.5 < s.captured <= 1 for s in sites)
+    assert means[0] > means[1] + 0.02
+    assert means[0] > 0.97
+
+
+def test_more_queries_than_directions_leave_nothing_to_chance() -> None:
+    model, x, y = planted()
+    fg = engine(model, 40)
+    truth = flat(exact(model, squared, x, y))
+    for _ in range(6):
+        found = step(fg, x, y)
+    assert float((found - truth).norm() / truth.norm()) < 1e-5
+
+
+def test_diagnose_shows_shaped_sites() -> None:
+    model, x, y = planted()
+    estimator = LikelihoodRatio(1e-6, shaping=Shaping())
+    groups = [Group(model.target, estimator, queries=8, name="site")]
+    found = diagnose(model, squared, x, y, groups=groups, repeats=3, sigmas=())
+    (row,) = found.shaping
+    assert (row.group, row.site) == ("site", "target")
+    assert row.captured > 0.9
+    assert row.cosine > 0.98
+    assert found.to_dict()["shaping"][0]["k"] == row.k
+    # From an engine in its isotropic steps: nothing is known yet.
+    fg = ForwardGradient(model, squared, groups)
+    fg.estimate(x, y)
+    (early,) = diagnose(
+        model, squared, x, y, groups=groups, repeats=3, sigmas=(), state=fg.state_dict()
+    ).shaping
+    assert early.k == 0
+    assert early.cosine < row.cosine

@@ -28,6 +28,7 @@ from flops.groups import ResolvedGroup
 from flops.guards import check_counts
 from flops.local import Gradients
 from flops.queries import Estimate, Queries
+from flops.step_report import ShapingReport
 from flops.trace import energy, traces_of, variance
 
 PILOT = 7  # sets the pilot's noise apart from the later queries'
@@ -43,6 +44,8 @@ class Spent:
         counts: Queries of each point, the pilot included, shape (B,).
         dropped: Points without any query.
         noise: Trace of the covariance of the gradient; 0 if there is no sampling noise.
+        signal_to_noise: Squared length of the gradient over that, the noise taken off.
+        shaping: What shaped noise knows, if there is any.
     """
 
     gradients: Gradients
@@ -50,6 +53,7 @@ class Spent:
     dropped: int
     noise: float
     signal_to_noise: float
+    shaping: ShapingReport | None = None
 
 
 def floor_of(allocator: Allocator, group: ResolvedGroup) -> int:
@@ -115,7 +119,8 @@ def spend(
         rows = queries.ledger.rows - before[1]
         queries.memory["query_cost"] = (queries.ledger.queries - before[0]) / max(rows, 1)
         _note_demand(queries.memory, estimate, size, norm)
-    return Spent(gradients, counts, dropped, noise, ratio)
+    shaping = estimate.shaped.report if estimate.shaped is not None else None
+    return Spent(gradients, counts, dropped, noise, ratio, shaping)
 
 
 def total_budgets(

@@ -32,6 +32,7 @@ class Space:
         dtype: Of slopes and deltas.
         ask: Slopes of the draws of some rows, given their noise, shape (draws, dimensions).
         sigma: Noise scale.
+        names: What the parts are called in reports.
         mask: 0 where the noise of a point cannot matter, shape (B, dimensions).
     """
 
@@ -41,6 +42,7 @@ class Space:
     dtype: torch.dtype
     ask: Callable[[Rows, Tensor], Tensor]
     sigma: float
+    names: Sequence[str]
     mask: Tensor | None = None
 
     @property
@@ -122,18 +124,21 @@ def _order(space: Space, queries: Queries, known: Directions, most: int) -> tupl
     size = queries.size
     if all(g.aligned for g in space.grids):
         return known.energy.unsqueeze(0), torch.arange(most).expand(size, most)
-    energy = known.energy.repeat(size, 1)
-    for s, g in enumerate(space.grids):
-        if not g.aligned and space.mask is not None:
-            valid = g.cut(space.mask)[:, :, 0].to(energy)
-            valid = valid * (g.positions / valid.sum(1, keepdim=True).clamp(min=1))
+    real = torch.ones(size, known.size, dtype=known.energy.dtype)
+    if space.mask is not None:
+        for s, g in enumerate(space.grids):
             mine = torch.nonzero(known.site == s).flatten()
-            energy[:, mine] *= valid[:, known.row[mine]]
-    # Positions are alike beforehand: which of them are asked is left to chance.
+            if not g.aligned:  # one factor over positions: all that is real has the same share
+                valid = g.cut(space.mask)[:, :, 0].to(real)
+                share = valid * (g.positions / valid.sum(1, keepdim=True).clamp(min=1))
+                real[:, mine] = share[:, known.row[mine]]
+    # Positions are alike beforehand: which of them are asked is left to chance; padding comes last.
     chance = torch.stack(
         [torch.rand(known.size, generator=generator(*queries.key, 2, i)) for i in queries.ids]
     )
-    return energy, (energy * (1 + 1e-3 * chance)).argsort(1, descending=True)[:, :most]
+    energy = real * known.energy
+    wish = torch.where(real > 0, energy * (1 + 1e-3 * chance), -1.0)
+    return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most]
 
 
 def _isotropic(space: Space, queries: Queries, iso: Tensor) -> NoiseStream:

@@ -23,11 +23,12 @@ from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator, Learner
 from flops.allocators.objective import integer_optimum, objective
 from flops.batch import LossFunction
+from flops.comparison import cosine, exact_gradients
 from flops.engine import ForwardGradient
 from flops.groups import Group, ResolvedGroup
 from flops.local import Gradients
 from flops.session import Session
-from flops.sigma import SigmaRow, cosine, sweep
+from flops.sigma import SigmaRow, sweep
 from flops.trace import traces_of
 
 SIGMAS = tuple(10.0**e for e in range(-6, 1))
@@ -60,12 +61,32 @@ class AllocatorRow:
 
 
 @dataclass(frozen=True)
+class ShapingRow:
+    """Shaped noise at one site of a group.
+
+    Attributes:
+        k: Directions that a point is asked in here, on average.
+        captured: Held-out estimate of the share of the gradient's energy in these.
+        explore: Share of isotropic queries of the group.
+        cosine: Mean cosine of the group's gradient to the exact one.
+    """
+
+    group: str
+    site: str
+    k: float
+    captured: float
+    explore: float
+    cosine: float
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """All rows; `to_dict` for JSON."""
 
     loss: float
     allocators: list[AllocatorRow]
     sigmas: list[SigmaRow]
+    shaping: list[ShapingRow] = dataclasses.field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and names."""
@@ -90,6 +111,7 @@ def diagnose(
     sigmas: Sequence[float] = SIGMAS,
     seed: int = 0,
     chunk: int | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Measure estimates on one batch; parameters and ``.grad`` are left alone.
 
@@ -106,9 +128,12 @@ def diagnose(
         sigmas: To sweep over; empty for no sweep.
         seed: Key of the noise.
         chunk: Most rows in one pass.
+        state: ``state_dict()`` of an engine with the same groups in training, whose shaped noise
+            is diagnosed. Without it, shaped noise learns from this very batch first, and looks
+            better than it would on batches it has not seen.
 
     Returns:
-        Rows by group and allocator, and by group and sigma.
+        Rows by group and allocator, by group and sigma, and by site with shaped noise.
     """
     chosen = allocators or {
         "equal": Equal(),
@@ -121,27 +146,21 @@ def diagnose(
     fg.embed_points()
     allocator_rows: list[AllocatorRow] = []
     sigma_rows: list[SigmaRow] = []
-    exact = _exact(fg, inputs, targets)
+    shaping_rows: list[ShapingRow] = []
+    if state is not None:
+        fg.load_state_dict(state)
     with fg.session(inputs, targets) as session:
+        exact = exact_gradients(fg.model, session.passes.batch)
         for number, group in enumerate(fg.groups):
             if group.estimator.minimum_queries == 0:
                 continue
             bench = _Bench(fg, session, number, group, exact)
+            if getattr(group.estimator, "shaping", None) is not None:
+                shaping_rows += bench.shaping(repeats)
             allocator_rows += bench.allocators(chosen, repeats, trace_queries)
             if sigmas and hasattr(group.estimator, "sigma"):
                 sigma_rows += sweep(group, bench.binding, bench.queries, sigmas, exact)
-    return Diagnosis(float(session.losses.mean()), allocator_rows, sigma_rows)
-
-
-def _exact(fg: ForwardGradient, inputs: Any, targets: Any) -> Gradients | None:
-    """Backpropagated gradients, or None where the model cannot be."""
-    parameters = [p for p in fg.model.parameters() if p.requires_grad]
-    with fg.session(inputs, targets) as session, torch.enable_grad():
-        losses = session.passes.batch.losses(fg.model)
-        if not losses.requires_grad:
-            return None
-        found = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
-    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+    return Diagnosis(float(session.losses.mean()), allocator_rows, sigma_rows, shaping_rows)
 
 
 class _Bench:
@@ -157,12 +176,35 @@ class _Bench:
     ) -> None:
         self._fg, self._session, self._number, self._group = fg, session, number, group
         # Rounding is what the sweep shows; a warning beside it would only repeat that.
-        self._exact, self._memory = exact, dict[str, Any](warned_of_rounding=True)
+        self._exact = exact
+        self._memory: dict[str, Any] = {**fg.memory[group.name], "warned_of_rounding": True}
+        self._fixed = False
         self.binding = session.layout.bindings[number]
 
     def queries(self, step: int, counts: Tensor | None = None) -> Any:
         key = (self._fg.seed, step, self._number)
-        return self._session.queries(self._group.name, key, self._memory, counts)
+        memory = dict(self._memory) if self._fixed else self._memory
+        return self._session.queries(self._group.name, key, memory, counts)
+
+    def shaping(self, repeats: int) -> list[ShapingRow]:
+        """Learn, if nothing is known yet; from then on every estimate starts from the same."""
+        spend_equally = Equal()
+        signal = self._fg.signal(self._number, self._session)
+        if "moments" not in self._memory:
+            for step in range(LEARN_STEPS):
+                spend(self._group, self.binding, spend_equally, signal, self.queries(step))
+        self._fixed = True
+        found = [
+            spend(self._group, self.binding, spend_equally, signal, self.queries(10**5 + step))
+            for step in range(repeats)
+        ]
+        seen = statistics.mean(cosine(one.gradients, self._exact) for one in found)
+        report = found[-1].shaping
+        assert report is not None
+        return [
+            ShapingRow(self._group.name, s.site, s.k, s.captured, report.explore, seen)
+            for s in report.sites
+        ]
 
     def allocators(
         self, chosen: Mapping[str, Allocator], repeats: int, trace_queries: int

@@ -21,6 +21,7 @@ from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
 from flops.batch import Batch, LossFunction, positions
+from flops.comparison import cosine, exact_gradients
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.groups import Group, ResolvedGroup, resolve
@@ -96,7 +97,12 @@ class ForwardGradient:
         self._layouts = Layouts(self.model, self.modules, self.groups, reuse, embedding, embed)
 
     def estimate(
-        self, inputs: Any, targets: Any = None, *, index: Tensor | Sequence[int] | None = None
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        index: Tensor | Sequence[int] | None = None,
+        exact: bool = False,
     ) -> StepReport:
         """Add the estimated gradient of the batch's mean loss to ``.grad``.
 
@@ -104,6 +110,8 @@ class ForwardGradient:
             inputs: A tensor, a tuple (``model(*inputs)``) or a dict (``model(**inputs)``).
             targets: What ``loss_fn`` compares the outputs with.
             index: The points' positions in the data set; noise is then keyed by them.
+            exact: Backpropagate as well, for the cosines in the report only (not charged, NaN
+                for a model that cannot be differentiated).
 
         Returns:
             What the step saw and cost.
@@ -126,6 +134,7 @@ class ForwardGradient:
                         session.queries(group.name, self.key(number), memory[group.name]),
                     )
                 )
+            truth = exact_gradients(self.model, session.passes.batch) if exact else None
         losses, ledger = session.losses, session.ledger
         named = {group.name: s for group, s in zip(self.groups, spent, strict=True)}
         report = StepReport(
@@ -138,6 +147,8 @@ class ForwardGradient:
             dropped={name: s.dropped for name, s in named.items()},
             snr={name: s.signal_to_noise for name, s in named.items()},
             seconds=time.perf_counter() - started,
+            shaping={name: s.shaping for name, s in named.items() if s.shaping is not None},
+            cosine={n: cosine(s.gradients, truth) for n, s in named.items()} if exact else {},
         )
         # Nothing is written before this line, so that whatever fails leaves all as it was.
         self._commit([s.gradients for s in spent])

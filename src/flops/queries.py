@@ -20,6 +20,7 @@ from flops.local import Gradients, LocalTarget, add_gradients, local_products
 from flops.plan import Rows, chunks, plan, spans
 from flops.replay import Edit, Passes, Prefix, Record
 from flops.script import Action
+from flops.step_report import ShapingReport
 from flops.structure import Call
 
 ROUNDING_UNITS = 50
@@ -64,11 +65,13 @@ class Shaped:
         energy: Estimated squared length of the gradient at the noise, shape (B,).
         error: Estimated squared error of its estimate, shape (B,).
         dimensions: Noise values of a row.
+        report: For people.
     """
 
     energy: Tensor
     error: Tensor
     dimensions: int
+    report: ShapingReport
 
 
 @dataclass(frozen=True)

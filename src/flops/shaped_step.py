@@ -21,6 +21,7 @@ from flops.explaining import Explained, coherence, explain
 from flops.moments import Change, Moments
 from flops.queries import Queries, Shaped
 from flops.shaping import Shaping
+from flops.step_report import ShapingReport, SiteReport
 
 WARM = 4  # isotropic steps before the first directions
 AVERAGE = 0.9  # what running averages keep
@@ -56,27 +57,46 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
     iso = torch.maximum(iso, draws - space.dimensions)  # more directions there are not
     warm = steps < WARM or bool((iso == draws).all())
     iso = draws if warm else iso
-    known = leading(space.grids, moments, int((draws - iso).max()))
+    full_precision = torch.autocast("cpu", enabled=False)  # the queries keep the user's
+    with full_precision:
+        known = leading(space.grids, moments, int((draws - iso).max()))
     asked = ask(space, queries, known, iso, draws)
-    found = explain(asked, float(memory.get("ridge", 1.0)))
+    with full_precision:
+        found = explain(asked, float(memory.get("ridge", 1.0)))
     now = 1 - float(found.missed.sum()) / max(float(found.energy.sum()), 1e-300)
     after = 0.0 if warm else _running(captured, now) if captured else now
     keep = 1.0 if warm else shaping.keep(now, captured, after)
-    memory["moments"] = [m.to_memory() for m in learn(asked, found, moments, keep, steps)]
+    with full_precision:
+        moments = learn(asked, found, moments, keep, steps)
+    memory["moments"] = [m.to_memory() for m in moments]
     memory["shaped_steps"] = steps + 1
+    eta = 1.0
     if warm:
         delta, error = found.outside, found.energy * space.dimensions / draws.clamp(min=1)
     else:
         memory["captured"] = after
         memory["ridge"] = found.ridge
-        eta = 1.0 if shaping.unbiased else _signal(memory, asked, found)
+        if not shaping.unbiased:
+            eta = _signal(memory, asked, found)
         delta = found.inside + found.tail + eta * found.correction
         noise = found.error * space.dimensions / iso.clamp(min=1)
         error = (1 - eta) ** 2 * found.error + eta**2 * noise
-    memory["k"] = float((draws - iso).double().mean())
-    memory["explore"] = float(iso.sum()) / max(1, int(draws.sum()))
+    captures = _captures(memory.get("captures"), asked, found)
+    if not warm:
+        memory["captures"] = captures
+    asked_here = [asked.measured[:, known.site == s].sum(1) for s in range(len(space.grids))]
+    report = ShapingReport(
+        k=float((draws - iso).double().mean()),
+        captured=after,
+        explore=float(iso.sum()) / max(1, int(draws.sum())),
+        correction=eta,
+        sites=tuple(
+            SiteReport(name, float(k.double().mean()), 0.0 if warm else a / max(a + b, 1e-300))
+            for name, k, (a, b) in zip(space.names, asked_here, captures, strict=True)
+        ),
+    )
     real = torch.arange(asked.w.size(1)) < draws.unsqueeze(1)
-    shaped = Shaped(found.energy, error, space.dimensions)
+    shaped = Shaped(found.energy, error, space.dimensions, report)
     points, number = torch.nonzero(real).unbind(1)
     return Answers(delta, asked.w[real], points, number < iso[points], shaped)
 
@@ -105,6 +125,27 @@ def _signal(memory: dict[str, Any], asked: Asked, found: Explained) -> float:
         )
     memory["coherence"] = (whole, noise)
     return max(0.0, 1 - noise / whole) if whole > 0 else 0.0
+
+
+def _captures(
+    before: Sequence[tuple[float, float]] | None, asked: Asked, found: Explained
+) -> list[tuple[float, float]]:
+    """Energy that was measured and that was missed at each site, over the last steps.
+
+    Residuals do not tell the sites apart, so what they miss in all is split by the energies of
+    the plain estimates outside, without their noise.
+    """
+    n = asked.iso.clamp(min=1).to(found.missed)
+    measured, missed = [], []
+    for g in asked.space.grids:
+        square = g.cut(found.outside).square().sum((1, 2)) - found.missed * g.size / n
+        missed.append(max(0.0, float((square * n / (n + 1)).sum())))
+        measured.append(float(g.cut(found.inside).square().sum()))
+    scale = float(found.missed.sum()) / max(sum(missed), 1e-300)
+    now = [(a, b * scale) for a, b in zip(measured, missed, strict=True)]
+    if before is None or len(before) != len(now):
+        return now
+    return [(_running(a, c), _running(b, d)) for (a, b), (c, d) in zip(before, now, strict=True)]
 
 
 def learn(

@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from flops.comparison import cosine
 from flops.groups import ResolvedGroup
 from flops.local import Gradients
 from flops.queries import Queries
@@ -38,15 +38,6 @@ class SigmaRow:
     rounding_units: float
     cosine: float
     recommended: bool
-
-
-def cosine(found: Gradients, exact: Gradients | None) -> float:
-    """Cosine of two gradients over the parameters of the first."""
-    if exact is None or not all(p in exact for p in found) or not found:
-        return float("nan")
-    a = torch.cat([g.flatten().double() for g in found.values()])
-    b = torch.cat([exact[p].flatten().double() for p in found])
-    return float(F.cosine_similarity(a, b, dim=0))
 
 
 def sweep(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -41,6 +41,41 @@ class ForwardEquivalents(float):
 
 
 @dataclass(frozen=True)
+class SiteReport:
+    """Shaped noise at one site.
+
+    Attributes:
+        site: Name of the perturbed module or parameter.
+        k: Directions that a point was asked in here, on average over the points.
+        captured: Held-out estimate of the share of the gradient's energy in these directions,
+            over the last steps; 0 before the first shaped step.
+    """
+
+    site: str
+    k: float
+    captured: float
+
+
+@dataclass(frozen=True)
+class ShapingReport:
+    """Shaped noise in one group.
+
+    Attributes:
+        k: Directions that a point was asked in, on average over the points.
+        captured: Held-out estimate of the share of the gradient's energy that was measured.
+        explore: Share of isotropic queries.
+        correction: Weight of the unbiased correction, between 0 and 1.
+        sites: The same by site.
+    """
+
+    k: float
+    captured: float
+    explore: float
+    correction: float
+    sites: tuple[SiteReport, ...]
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What one step saw and cost.
 
@@ -52,6 +87,8 @@ class StepReport:
         dropped: Points that got no query at all (with ``min_queries=0``), by group.
         snr: Signal-to-noise ratio of the gradient estimate, by group.
         seconds: Time of the step.
+        shaping: What shaped noise knows, by group that has it.
+        cosine: Cosine to the exact gradient, by group; empty unless asked for.
     """
 
     loss: float
@@ -61,3 +98,5 @@ class StepReport:
     dropped: dict[str, int]
     snr: dict[str, float]
     seconds: float
+    shaping: dict[str, ShapingReport] = field(default_factory=dict)
+    cosine: dict[str, float] = field(default_factory=dict)

@@ -76,6 +76,8 @@ class LikelihoodRatio:
         ):
             if value not in allowed:
                 raise ValueError(f"'{value}' is not one of {list(allowed)}")
+        if self.shaping is not None and self.baseline == "none":
+            raise ValueError("shaping needs slopes: use baseline='clean' or 'antithetic'")
 
     @property
     def unit(self) -> int:

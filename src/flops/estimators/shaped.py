@@ -38,7 +38,8 @@ def estimate_shaped(
         return difference.clone().to(dtype) / options.sigma
 
     grids, mask = _grids(shaping, binding, queries)
-    space = Space(grids, options.unit, options.noise, dtype, ask, options.sigma, mask)
+    names = [binding.structure.calls[site.call].name for site in binding.sites]
+    space = Space(grids, options.unit, options.noise, dtype, ask, options.sigma, names, mask)
     found = shaped_queries(space, shaping, queries)
     deltas = binding.split(found.delta / queries.size)
     gradients = queries.local(binding.local_prefix, binding.local, deltas)

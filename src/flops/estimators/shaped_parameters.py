@@ -65,7 +65,13 @@ def estimate_shaped_parameters(
         losses = queries.run(units.prefix, rows.points, around=around).cpu()
         return options._slopes(losses, queries.losses[rows.points].cpu()).to(dtype)
 
-    space = Space(_grids(entries), options.unit, options._isotropic, dtype, ask, options.sigma)
+    grids = _grids(entries)
+    names = (
+        [f"{e.unit.name}.{e.path}".lstrip(".") for e in entries]
+        if len(grids) > 1
+        else [queries.name]
+    )
+    space = Space(grids, options.unit, options._isotropic, dtype, ask, options.sigma, names)
     found = shaped_queries(space, shaping, queries)
     mean = (found.delta * felt.mask).mean(0, keepdim=True)  # (1, dimensions)
     gradients: Gradients = {}

@@ -37,6 +37,8 @@ def diagnosis_tables(found: Diagnosis) -> list[Table]:
         )
         last = row.group
     tables = [by_allocator]
+    if found.shaping:
+        tables.append(_shaping(found))
     if found.sigmas:
         by_sigma = Table(
             title="sigma: slopes should not change from one to the next",
@@ -63,3 +65,25 @@ def diagnosis_tables(found: Diagnosis) -> list[Table]:
             last = line.group
         tables.append(by_sigma)
     return tables
+
+
+def _shaping(found: Diagnosis) -> Table:
+    table = Table(
+        title="shaped noise",
+        caption="k: directions asked per point; captured: share of the energy in them, held out",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("group")
+    table.add_column("site")
+    for name in ("k", "captured", "explore", "cosine"):
+        table.add_column(name, justify="right")
+    for row in found.shaping:
+        table.add_row(
+            row.group,
+            row.site,
+            f"{row.k:.1f}",
+            f"{row.captured:.2f}",
+            f"{row.explore:.2f}",
+            f"{row.cosine:.3f}",
+        )
+    return table
