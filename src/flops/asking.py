@@ -51,12 +51,35 @@ class Space:
         return self.grids[-1].offset + self.grids[-1].size
 
 
+class Isotropic:
+    """Isotropic noise of all points, kept if it is small, else made anew when it is wanted."""
+
+    def __init__(self, space: Space, queries: Queries, iso: Tensor) -> None:
+        self._dtype, size = space.dtype, space.dimensions
+        self._stream = NoiseStream(space.noise, queries.key, queries.ids, iso.tolist(), size)
+        self._start = iso.cumsum(0) - iso
+        small = int(iso.sum()) * size <= BLOCK
+        self._kept = torch.zeros(int(iso.sum()) if small else 0, size, dtype=self._dtype)
+        self._have = torch.zeros(len(self._kept), dtype=torch.bool)
+
+    def rows(self, points: Tensor, draws: Tensor) -> Tensor:
+        """Noise of these draws; a point's must be consecutive."""
+        at = self._start[points] + draws
+        if len(self._kept) and bool(self._have[at].all()):
+            return self._kept[at]
+        rows = self._stream.rows(points, draws).to(self._dtype)
+        if len(self._kept):
+            self._kept[at], self._have[at] = rows, True
+        return rows
+
+
 @dataclass(frozen=True)
 class Asked:
     """The queries of a step and their answers.
 
     Attributes:
-        iso: Isotropic draws of each point, shape (B,).
+        noise: The isotropic draws.
+        iso: How many each point has, shape (B,).
         draws: All draws of each point, shape (B,).
         prior: Expected energy share of each direction, shape (B, m) or (1, m).
         measured: Which directions were asked, shape (B, m).
@@ -67,6 +90,7 @@ class Asked:
     space: Space
     queries: Queries
     known: Directions
+    noise: Isotropic
     iso: Tensor
     draws: Tensor
     prior: Tensor
@@ -74,21 +98,20 @@ class Asked:
     w: Tensor
     c: Tensor
 
-    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Points with like numbers of isotropic draws, whose noise is made anew.
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Points with like numbers n of isotropic draws.
 
-        Yields points, and for every isotropic draw its point's place in the block, its number
-        and its noise.
+        Yields points, which draws are real, shape (b, n), and their noise, shape
+        (b, n, dimensions), zero in the padding.
         """
         order = self.iso.argsort(stable=True)
         order = order[self.iso[order] > 0]
-        stream = _isotropic(self.space, self.queries, self.iso)
         for points in _cut(order, self.iso, self.space.dimensions):
-            place = torch.repeat_interleave(torch.arange(len(points)), self.iso[points])
-            firsts = self.iso[points].cumsum(0) - self.iso[points]
-            draw = torch.arange(len(place)) - firsts[place]
-            z = stream.rows(points[place], draw).to(self.space.dtype)
-            yield points, place, draw, z
+            real = torch.arange(int(self.iso[points].max())) < self.iso[points].unsqueeze(1)
+            place, draw = torch.nonzero(real).unbind(1)
+            noise = torch.zeros(*real.shape, self.space.dimensions, dtype=self.space.dtype)
+            noise[real] = self.noise.rows(points[place], draw)
+            yield points, real, noise
 
 
 def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: Tensor) -> Asked:
@@ -102,21 +125,21 @@ def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: T
     c = torch.zeros(size, known.size, dtype=space.dtype)
     # As long as a Gaussian vector over the k directions: above rounding, below curvature.
     length = max(1.0, float(shaped.double().mean())) ** 0.5
-    stream = _isotropic(space, queries, iso)
+    noise = Isotropic(space, queries, iso)
     for rows in queries.chunks(space.unit):
         at, draw = rows.points[:: space.unit], rows.draws[:: space.unit]
         first = draw < iso[at]
         z = torch.empty(len(at), space.dimensions, dtype=space.dtype)
         if bool(first.any()):
-            z[first] = stream.rows(at[first], draw[first]).to(z)
+            z[first] = noise.rows(at[first], draw[first])
         number = order[at[~first], (draw - iso[at])[~first]]
         if len(number):
-            z[~first] = length * known.rows(number).to(z)
+            z[~first] = known.rows(number, length).to(z)
         slopes = space.ask(rows, z)
         slopes[~first] /= length
         c[at[~first], number] = slopes[~first]
         w[at, draw] = slopes
-    return Asked(space, queries, known, iso, draws, prior, measured, w, c)
+    return Asked(space, queries, known, noise, iso, draws, prior, measured, w, c)
 
 
 def _order(space: Space, queries: Queries, known: Directions, most: int) -> tuple[Tensor, Tensor]:
@@ -141,18 +164,14 @@ def _order(space: Space, queries: Queries, known: Directions, most: int) -> tupl
     return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most]
 
 
-def _isotropic(space: Space, queries: Queries, iso: Tensor) -> NoiseStream:
-    return NoiseStream(space.noise, queries.key, queries.ids, iso.tolist(), space.dimensions)
-
-
 def _cut(order: Tensor, iso: Tensor, dimensions: int) -> Iterator[Tensor]:
-    """Runs of points whose noise and kernels fit into a block."""
-    start, rows = 0, 0
-    for end, count in enumerate(iso[order].tolist()):
-        kernels = (end + 1 - start) * count**2  # sorted: the last one is the widest
-        if end > start and max((rows + count) * dimensions, kernels) > BLOCK:
+    """Runs of points, sorted by draws, whose noise and kernels fit into a block."""
+    start, counts = 0, iso[order].tolist()
+    for end, count in enumerate(counts):
+        size = (end + 1 - start) * count * max(dimensions, count)
+        uneven = count > 2 * counts[start] and size > BLOCK // 16  # mostly padding
+        if end > start and (uneven or size > BLOCK):
             yield order[start:end]
-            start, rows = end, 0
-        rows += count
-    if start < len(order):
+            start = end
+    if counts:
         yield order[start:]

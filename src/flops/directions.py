@@ -54,17 +54,21 @@ class Directions:
         """Noise values of a row of all sites."""
         return self.grids[-1].offset + self.grids[-1].size
 
-    def rows(self, chosen: Tensor) -> Tensor:
+    def rows(self, chosen: Tensor, length: float = 1.0) -> Tensor:
         """The directions themselves, by number, as rows of all sites."""
         rows = torch.zeros(len(chosen), self.dimensions, dtype=self.energy.dtype)
         for s, g in enumerate(self.grids):
             mine = torch.nonzero(self.site[chosen] == s).flatten()
-            if len(mine):
-                u = self.positions[s].T[self.row[chosen[mine]]]
-                v = self.channels[s].T[self.column[chosen[mine]]]
-                part = torch.zeros(len(mine), self.dimensions, dtype=rows.dtype)
-                g.paste(part, u.unsqueeze(2) * v.unsqueeze(1))
-                rows[mine] = part
+            u = length * self.positions[s].T[self.row[chosen[mine]]]
+            v = self.channels[s].T[self.column[chosen[mine]]]
+            part = (
+                v.unsqueeze(2) * u.unsqueeze(1)
+                if g.channels_first
+                else u.unsqueeze(2) * v.unsqueeze(1)
+            )
+            if len(self.grids) == 1:
+                return part.flatten(1)
+            rows[mine, g.offset : g.offset + g.size] = part.flatten(1)
         return rows
 
     def lift(self, c: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flops.asking import Asked
 from flops.posterior import posterior
 
-RIDGES = (1 / 3, 1.0, 3.0)  # tried around the ridge in use, by leave-one-out residuals
+RIDGES = (1.0, 1 / 3, 3.0)  # the one in use and two others, by leave-one-out residuals
 LEAST = 1e-6  # of the noise in a fit, relative to its kernel
 
 
@@ -51,54 +51,53 @@ class Explained:
         return self.inside.square().sum(1) + self.missed
 
 
-def explain(asked: Asked, ridge: float) -> Explained:
-    """Fit the isotropic residuals, and sum up what they say about everything unasked."""
+def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
+    """Fit the isotropic residuals, and sum up what they say about everything unasked.
+
+    Args:
+        asked: Queries and answers.
+        ridge: Noise of the fit, relative to what the prior expects outside.
+        tune: Whether to look for a better ridge.
+    """
     space, known = asked.space, asked.known
     inside = known.lift(asked.c)
     tail, outside, correction = (torch.zeros_like(inside) for _ in range(3))
     missed, error = (torch.zeros(len(inside), dtype=inside.dtype) for _ in range(2))
-    scores = torch.zeros(len(RIDGES), dtype=torch.float64)
+    factors = RIDGES if tune else RIDGES[:1]
+    scores = torch.zeros(len(factors), dtype=torch.float64)
     prior = torch.where(asked.measured, 0.0, asked.prior)
     flat = known.rest * (space.dimensions - known.size)
-    for points, place, draw, z in asked.blocks():
-        at = points[place]
-        seen = z if space.mask is None else z * space.mask[at]
-        e = known.coordinates(seen)
-        r = asked.w[at, draw] - (asked.c[at] * e).sum(1)
+    for points, real, whole in asked.blocks():  # whole: noise, shape (b, n, dimensions)
+        seen = whole if space.mask is None else whole * space.mask[points].unsqueeze(1)
+        e = known.coordinates(seen.flatten(0, 1)).view(*real.shape, -1)
+        slopes = torch.where(real, asked.w[points, : real.size(1)], 0.0)
+        r = slopes - (e @ asked.c[points].unsqueeze(2)).squeeze(2)
         count = asked.iso[points].unsqueeze(1)
-
-        def pad(values: Tensor, place: Tensor = place, draw: Tensor = draw) -> Tensor:
-            shape = (int(place[-1]) + 1, int(draw.max()) + 1, *values.shape[1:])
-            return torch.zeros(shape, dtype=values.dtype).index_put_((place, draw), values)
-
-        residuals, real = pad(r), pad(torch.ones_like(draw)).bool()
-        padded = pad(e)
-        kernel = (padded * prior[points].unsqueeze(1)) @ padded.transpose(1, 2)
+        kernel = (e * prior[points].unsqueeze(1)) @ e.transpose(1, 2)
         if known.rest > 0:
-            whole = pad(seen)
-            gram = whole @ whole.transpose(1, 2) - padded @ padded.transpose(1, 2)
-            kernel = kernel + known.rest * gram
+            kernel += known.rest * (seen @ seen.transpose(1, 2) - e @ e.transpose(1, 2))
         # What the prior expects outside, times the ridge: the prior itself is not exact.
         noise = ridge * (prior[points].sum(1) + flat) + LEAST
-        fits = [posterior(kernel, residuals, noise * factor, real) for factor in RIDGES]
-        squares = residuals.square().sum(1, keepdim=True).clamp(min=1e-300)
+        fits = [posterior(kernel, r, noise * factor, real) for factor in factors]
+        squares = r.square().sum(1, keepdim=True).clamp(min=1e-300)
         for i, one in enumerate(fits):  # each point counts by its number of queries
             scores[i] += (one.held_out.square() / squares * count).double().sum()
-        fit = fits[1]
-        weights = [fit.alpha, fit.without - fit.alpha, residuals / count, fit.held_out / count]
-        by_row = torch.zeros(len(weights), len(points), len(place), dtype=r.dtype)
-        by_row[:, place, torch.arange(len(place))] = torch.stack(weights)[:, place, draw]
-        in_e = by_row[:3] @ e
-        in_z = by_row[:3] @ seen
-        rest = known.rest * (in_z[:2] - known.lift(in_e[:2].flatten(0, 1)).view_as(in_z[:2]))
-        fitted = known.lift((prior[points] * in_e[:2]).flatten(0, 1)).view_as(rest) + rest
-        tail[points] = fitted[0]
-        correction[points] = fitted[1] + by_row[3] @ z
-        outside[points] = in_z[2] - known.lift(torch.where(asked.measured[points], in_e[2], 0.0))
-        missed[points] = (residuals.square() / count).sum(1)
+        fit = fits[0]
+        weights = torch.stack([fit.alpha, fit.without - fit.alpha, r / count], 1)  # (b, 3, n)
+        in_z, in_e = weights @ seen, weights @ e
+        within = in_e * torch.stack([prior[points], prior[points], 1.0 * asked.measured[points]], 1)
+        # Inside the known directions by their energies, outside of them all alike.
+        scale = torch.tensor([known.rest, known.rest, 0.0], dtype=r.dtype).view(1, 3, 1)
+        fitted = known.lift((within - scale * in_e).flatten(0, 1)).view_as(in_z) + scale * in_z
+        tail[points] = fitted[:, 0]
+        held_out = (fit.held_out / count).unsqueeze(1)
+        correction[points] = fitted[:, 1] + (held_out @ whole).squeeze(1)
+        outside[points] = in_z[:, 2] - fitted[:, 2]
+        missed[points] = (r.square() / count).sum(1)
         error[points] = (fit.held_out.square() / count).sum(1)
-    next_ridge = min(100.0, max(1e-4, ridge * RIDGES[int(scores.argmin())]))
-    return Explained(inside, tail, outside, correction, missed, error, next_ridge)
+    better = ridge * factors[int(scores.argmin())]
+    ridge = min(100.0, max(1e-4, better))
+    return Explained(inside, tail, outside, correction, missed, error, ridge)
 
 
 def coherence(asked: Asked, found: Explained) -> tuple[float, float]:

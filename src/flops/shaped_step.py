@@ -24,6 +24,7 @@ from flops.shaping import Shaping
 from flops.step_report import ShapingReport, SiteReport
 
 WARM = 4  # isotropic steps before the first directions
+TUNE = 4  # steps between looks for a better ridge
 AVERAGE = 0.9  # what running averages keep
 
 
@@ -62,7 +63,7 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
         known = leading(space.grids, moments, int((draws - iso).max()))
     asked = ask(space, queries, known, iso, draws)
     with full_precision:
-        found = explain(asked, float(memory.get("ridge", 1.0)))
+        found = explain(asked, float(memory.get("ridge", 1.0)), tune=steps % TUNE == 0)
     now = 1 - float(found.missed.sum()) / max(float(found.energy.sum()), 1e-300)
     after = 0.0 if warm else _running(captured, now) if captured else now
     keep = 1.0 if warm else shaping.keep(now, captured, after)
