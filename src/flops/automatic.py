@@ -28,7 +28,10 @@ class _Stack:
 
 
 def automatic_groups(
-    modules: Mapping[str, nn.Module], estimator: Estimator, queries: float = 20
+    modules: Mapping[str, nn.Module],
+    estimator: Estimator,
+    queries: float = 20,
+    parts: int = PARTS,
 ) -> list[Group]:
     """Groups for any model: see the module's docstring.
 
@@ -36,6 +39,7 @@ def automatic_groups(
         modules: All modules by name, the root under the empty name.
         estimator: Estimator of every group of modules.
         queries: Mean queries per point and group.
+        parts: Groups into which a stack of blocks is cut.
     """
     if not any(_trains(module) for module in modules.values()):
         raise CoverageError("the model has no trainable parameters: nothing requires a gradient")
@@ -52,7 +56,7 @@ def automatic_groups(
     for stack in stacks:
         label = f"{stack.name}." if len(stacks) > 1 else ""
         pieces = [("before", around.get((stack.name, "before"), []))]
-        pieces += [(f"blocks-{i + 1}", part) for i, part in enumerate(_thirds(stack.blocks))]
+        pieces += [(f"blocks-{i + 1}", part) for i, part in enumerate(_cut(stack.blocks, parts))]
         # With prefix reuse a query behind the blocks is almost free: no need to share any.
         pieces += [(name, [name]) for name in around.get((stack.name, "after"), [])]
         for piece, names in pieces:
@@ -129,8 +133,8 @@ def _rest(
     return rest, list(loose)
 
 
-def _thirds(blocks: tuple[str, ...]) -> list[list[str]]:
-    parts = min(PARTS, len(blocks))
+def _cut(blocks: tuple[str, ...], parts: int) -> list[list[str]]:
+    parts = min(parts, len(blocks))
     edges = [len(blocks) * i // parts for i in range(parts + 1)]
     return [list(blocks[a:b]) for a, b in pairwise(edges)]
 

@@ -1,0 +1,104 @@
+"""Every method is a configuration of the engine; each trains the bundled model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch.nn.functional as F
+
+from flops.allocators import Equal, Gaussian
+from flops.errors import PrecisionWarning
+from flops.estimators import LikelihoodRatio
+from flops.estimators.spsa import SPSA
+from flops.methods import METHODS, PRESETS, Method, engine, method_groups
+from flops.tasks.vision import bundled_vit, digits, logits
+
+
+def loss_fn(outputs, targets):
+    return F.cross_entropy(logits(outputs), targets, reduction="none")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    train = digits().train
+    return train.images[:8], train.labels[:8]
+
+
+@pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_fills_every_gradient(name: str, batch) -> None:
+    model = bundled_vit()
+    fg = engine(model, loss_fn, Method(name, queries=2))
+    report = fg.estimate(*batch)
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert math.isfinite(report.loss)
+    assert report.forward_equivalents > 8
+    queries = {"bp": 0, "mezo": 2 * 8}.get(name)
+    if queries is not None:
+        assert report.queries == queries
+
+
+def test_sigma_goes_by_place() -> None:
+    method = Method("lr", sigma=(1e-5, 1e-4, 1e-3))
+    found = {g.name: g.estimator.sigma for g in method_groups(bundled_vit(), method)}
+    assert found["before"] == found["blocks-1"] == 1e-5
+    assert found["blocks-2"] == 1e-4
+    assert found["blocks-3"] == found["vit.layernorm"] == found["classifier"] == 1e-3
+
+
+def test_paper_presets() -> None:
+    base, large = PRESETS["vit-base"], PRESETS["vit-large"]
+    assert (base.stages, base.sigma, base.queries) == (3, (1e-5, 1e-4, 1e-3), 20)
+    assert (large.stages, large.sigma) == (4, (5e-6, 1e-5, 1e-4, 1e-3))
+    assert {(p.batch, p.epochs, p.learning_rate) for p in (base, large)} == {(128, 10, 1e-4)}
+
+
+def test_pairs_of_methods_differ_in_the_allocation_alone() -> None:
+    model = bundled_vit()
+    for plain, learned in (("n-spsa", "ops-spsa"), ("lr", "ops-lr")):
+        a, b = (method_groups(model, Method(name)) for name in (plain, learned))
+        assert [(g.targets, g.estimator, g.queries) for g in a] == [
+            (g.targets, g.estimator, g.queries) for g in b
+        ]
+        first, second = (engine(model, loss_fn, Method(n)) for n in (plain, learned))
+        assert all(isinstance(x, Equal) for x in first.allocators.values())
+        assert all(isinstance(x, Gaussian) for x in second.allocators.values())
+    assert not any(g.estimator.shared for g in method_groups(model, Method("n-spsa")))
+
+
+def test_targets_of_each_method() -> None:
+    assert Method("lr").perturbs == Method("ops-lr").perturbs == "leaf"
+    assert Method("shaped-lr").perturbs == "stage"
+    assert Method("ops-lr", targets="block").perturbs == "block"
+    estimators = [g.estimator for g in method_groups(bundled_vit(), Method("shaped-lr"))]
+    assert all(isinstance(e, LikelihoodRatio) and e.shaping is not None for e in estimators)
+    estimators = [g.estimator for g in method_groups(bundled_vit(), Method("ops-spsa"))]
+    assert all(isinstance(e, SPSA) for e in estimators)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 6])
+def test_layers_are_cut_into_stages(stages: int) -> None:
+    names = [g.name for g in method_groups(bundled_vit(), Method(stages=stages))]
+    assert sum("blocks-" in n for n in names) == stages
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "adam"},
+        {"stages": 0},
+        {"sigma": (1e-3, 1e-4)},
+        {"name": "ops-spsa", "targets": "leaf"},
+    ],
+)
+def test_settings_are_checked(options) -> None:
+    with pytest.raises(ValueError, match=r"method|stages|sigma|targets"):
+        Method(**options)
+
+
+def test_too_small_a_sigma_is_warned_of(batch) -> None:
+    fg = engine(bundled_vit(), loss_fn, Method("lr", queries=2, sigma=(1e-7,)))
+    with pytest.warns(PrecisionWarning, match="raise sigma"):
+        fg.estimate(*batch)
