@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, diagnose
+from flops.allocators import Gaussian
 from flops.asking import Asked, ask
 from flops.directions import leading
 from flops.moments import DENSE, Change, Factor, Grid, Moments
@@ -376,7 +377,8 @@ def test_sequences_of_varying_length_learn_their_channels() -> None:
     assert sum(found[:4]) / 4 < 0.93
 
 
-def test_padding_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longest", [6, 64])
+def test_padding_is_never_asked(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def spy(*given: Any) -> Asked:
@@ -386,12 +388,12 @@ def test_padding_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flops.shaped_step.ask", spy)
     fg = sequence_engine(Padded().double())
     for _ in range(6):
-        batch = padded_batch(6)
+        batch = padded_batch(longest)
         fg.estimate(batch, torch.randn(8, 2).double())
     last = asked[-1]
     positions = last.known.row[torch.nonzero(last.measured)[:, 1]]
     real = batch["attention_mask"].bool()[torch.nonzero(last.measured)[:, 0], positions]
-    assert len(real) > 8 * 12
+    assert len(real) >= 8 * 8
     assert bool(real.all())
     assert not batch["attention_mask"].bool().all()
 
@@ -474,3 +476,139 @@ def test_diagnose_shows_shaped_sites() -> None:
     ).shaping
     assert early.k == 0
     assert early.cosine < row.cosine
+
+
+@pytest.mark.parametrize("queries", [2, 3])
+def test_few_queries_are_shaped_too(queries: int) -> None:
+    model, x, y = planted()
+    fg = engine(model, queries)
+    for _ in range(8):
+        fg.model.zero_grad()
+        report = fg.estimate(x, y)
+    assert report.shaping["site"].k >= 1
+
+
+def test_no_more_directions_are_asked_than_a_sketch_has() -> None:
+    model = nn.Sequential(nn.Linear(2, DENSE + 1), nn.Linear(DENSE + 1, 1)).double()
+    model[1].requires_grad_(False)
+    estimator = LikelihoodRatio(1e-6, shaping=Shaping(explore=0.1))
+    fg = ForwardGradient(model, squared, [Group(model[0], estimator, 200, name="site")])
+    x, y = torch.randn(2, 2).double(), torch.randn(2, 1).double()
+    for _ in range(5):
+        report = fg.estimate(x, y)
+    assert report.shaping["site"].k <= 128
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_images_of_varying_size_learn_their_channels(dimensions: int) -> None:
+    kind = nn.Conv1d if dimensions == 1 else nn.Conv2d
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = kind(1, 5, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.target(x)).flatten(2).mean(2)
+
+    fg = sequence_engine(Net().double(), 8)
+    for side in (4, 4, 4, 4, 4, 6, 4, 5):
+        fg.estimate(torch.randn(3, 1, *[side] * dimensions).double(), torch.randn(3, 5).double())
+    moments = fg.memory["site"]["moments"][0]
+    assert moments["positions"] is None
+    assert moments["channels"]["matrix"].shape == (5, 5)
+
+
+def test_a_varying_number_of_sites_starts_anew() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros_like(x[:, 0])
+            for t in range(x.size(1)):
+                h = torch.tanh(self.target(h + x[:, t]))
+            return h
+
+    fg = sequence_engine(Recurrent().double(), 8)
+    for length in (2, 2, 2, 2, 2, 3, 3, 2):
+        report = fg.estimate(torch.randn(3, length, 4).double(), torch.randn(3, 4).double())
+        assert len(report.shaping["site"].sites) == length
+
+
+@pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
+def test_a_loss_that_is_dead_for_a_while_changes_nothing() -> None:
+    class Dead(Planted):
+        alive = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.alive
+
+    model = Dead().double()
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 3).double()
+    fg = engine(model, 8)
+    model.alive = 0.0
+    fg.estimate(x, y)  # from the start
+    model.alive = 1.0
+    for _ in range(10):
+        fg.estimate(x, y)
+    before = copy.deepcopy(fg.memory["site"])
+    model.alive = 0.0
+    for _ in range(10):
+        fg.estimate(x, y)
+    after = fg.memory["site"]
+    assert after["captured"] == pytest.approx(before["captured"])
+    a, b = (m["moments"][0]["channels"]["matrix"] for m in (before, after))
+    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_scale_of_the_loss_does_not_matter(scale: float) -> None:
+    """In float32: what counts as rounding goes by the loss."""
+    torch.manual_seed(0)
+    model = Planted(5)
+    x, y = torch.randn(6, 5, 4), torch.randn(6, 3)
+    estimator = LikelihoodRatio(1e-2, shaping=Shaping())
+    groups = [Group(model.target, estimator, queries=8, name="site")]
+    fg = ForwardGradient(model, lambda out, y: scale * squared(out, y), groups)
+    found = [fg.estimate(x, y, exact=True).cosine["site"] for _ in range(20)]
+    assert sum(found[-5:]) / 5 > 0.9
+
+
+def test_one_dead_point_does_not_stop_the_search_for_a_ridge() -> None:
+    torch.manual_seed(0)
+    model = Planted(5)
+    x, y = torch.randn(6, 5, 4), torch.randn(6, 3)
+    weight = torch.tensor([0.0, 1, 1, 1, 1, 1])
+    fg = ForwardGradient(
+        model,
+        lambda out, y: squared(out, y[:, :3]) * y[:, 3],
+        [Group(model.target, LikelihoodRatio(1e-2, shaping=Shaping()), 8, name="site")],
+    )
+    for _ in range(20):
+        fg.estimate(x, torch.cat([y, weight.unsqueeze(1)], 1))
+    assert fg.memory["site"]["ridge"] != 1.0
+
+
+def test_with_a_pilot_the_report_is_of_the_later_queries() -> None:
+    model, x, y = planted()
+    estimator = LikelihoodRatio(1e-7, shaping=Shaping())
+    groups = [Group(model.target, estimator, queries=10, name="site")]
+    fg = ForwardGradient(model, squared, groups, allocator=Gaussian(pilot=2))
+    for _ in range(8):
+        report = fg.estimate(x, y)
+    assert report.shaping["site"].k > 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"baseline": "none", "shaping": Shaping()},
+        {"noise": "orthogonal", "shaping": Shaping(unbiased=True)},
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="shaping"):
+        LikelihoodRatio(**options)

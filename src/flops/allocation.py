@@ -93,7 +93,7 @@ def spend(
         counts = _counts(group, allocator, signal)
         estimate = group.estimator.estimate(binding, replace(queries, counts=counts))
         _learn(allocator, signal, estimate)
-        gradients, noise = estimate.gradients, variance(estimate, size)
+        gradients, noise, last = estimate.gradients, variance(estimate, size), estimate
         dropped = int((counts == 0).sum())
     else:
         unit = group.estimator.unit
@@ -112,14 +112,14 @@ def spend(
         share = float(first[0]) / (float(first[0]) + float(later.double().mean()))
         noise = share**2 * variance(early, size) + (1 - share) ** 2 * variance(late, size)
         gradients = _combined(early.gradients, late.gradients, share)
-        counts, dropped, estimate = first + later, 0, early
+        counts, dropped, estimate, last = first + later, 0, early, late
     norm = energy(gradients)
     ratio = max(0.0, norm - noise) / noise if noise > 0 else float("inf")
     if isinstance(allocator, Neyman) and allocator.across_groups:
         rows = queries.ledger.rows - before[1]
         queries.memory["query_cost"] = (queries.ledger.queries - before[0]) / max(rows, 1)
         _note_demand(queries.memory, estimate, size, norm)
-    shaping = estimate.shaped.report if estimate.shaped is not None else None
+    shaping = last.shaped.report if last.shaped is not None else None
     return Spent(gradients, counts, dropped, noise, ratio, shaping)
 
 

@@ -6,6 +6,7 @@ each, so that the slope is the coordinate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -142,25 +143,46 @@ def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: T
     return Asked(space, queries, known, noise, iso, draws, prior, measured, w, c)
 
 
+def needed(space: Space, shaped: Tensor) -> int:
+    """Leading directions so that every point finds as many as it asks that are not padding."""
+    most = int(shaped.max())
+    if space.mask is None:
+        return most
+    parts = [g.cut(space.mask)[:, :, 0].sum(1).clamp(min=1) / g.positions for g in space.grids]
+    return math.ceil(most / min(float(part.min()) for part in parts)) + max(
+        g.positions for g in space.grids
+    )
+
+
+def real_directions(space: Space, known: Directions, size: int) -> Tensor:
+    """Which directions are not on a point's padding, shape (B, m) or (1, m)."""
+    if space.mask is None:
+        return torch.ones(1, known.size, dtype=torch.bool)
+    real = torch.ones(size, known.size, dtype=torch.bool)
+    for s, g in enumerate(space.grids):
+        if not g.aligned:
+            mine = torch.nonzero(known.site == s).flatten()
+            real[:, mine] = g.cut(space.mask)[:, :, 0].bool()[:, known.row[mine]]
+    return real
+
+
 def _order(space: Space, queries: Queries, known: Directions, most: int) -> tuple[Tensor, Tensor]:
     """Expected energies by point, (B, m) or (1, m), and the directions in each one's order."""
     size = queries.size
-    if all(g.aligned for g in space.grids):
+    if space.mask is None:
         return known.energy.unsqueeze(0), torch.arange(most).expand(size, most)
-    real = torch.ones(size, known.size, dtype=known.energy.dtype)
-    if space.mask is not None:
-        for s, g in enumerate(space.grids):
+    real = real_directions(space, known, size)
+    energy = torch.where(real, known.energy, 0.0)
+    for s, g in enumerate(space.grids):
+        if not g.aligned:  # what is real shares what was expected of all positions
             mine = torch.nonzero(known.site == s).flatten()
-            if not g.aligned:  # one factor over positions: all that is real has the same share
-                valid = g.cut(space.mask)[:, :, 0].to(real)
-                share = valid * (g.positions / valid.sum(1, keepdim=True).clamp(min=1))
-                real[:, mine] = share[:, known.row[mine]]
+            valid = g.cut(space.mask)[:, :, 0].sum(1, keepdim=True).clamp(min=1)
+            energy[:, mine] *= g.positions / valid
     # Positions are alike beforehand: which of them are asked is left to chance; padding comes last.
     chance = torch.stack(
         [torch.rand(known.size, generator=generator(*queries.key, 2, i)) for i in queries.ids]
     )
-    energy = real * known.energy
-    wish = torch.where(real > 0, energy * (1 + 1e-3 * chance), -1.0)
+    wish = torch.where(real, energy * (1 + 1e-3 * chance), -1.0)
     return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most]
 
 

@@ -14,9 +14,11 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
+from flops.engine import ForwardGradient
 from flops.errors import FlopsError
 from flops.estimators import ES, SPSA, Estimator, Exact, LikelihoodRatio
 from flops.groups import Group
+from flops.shaping import Shaping
 
 if TYPE_CHECKING:
     from flops.tasks.vision import Split
@@ -33,6 +35,7 @@ class Diagnose:
     Examples:
         flops diagnose
         flops diagnose --steps 150 --targets stage --queries 8
+        flops diagnose --steps 150 --targets stage --shaping
         flops diagnose --estimator spsa --json > spsa.json
     """
 
@@ -40,6 +43,8 @@ class Diagnose:
     """Estimator of the layers: likelihood ratio, SPSA or ES."""
     targets: Literal["leaf", "block", "stage"] = "block"
     """What likelihood ratio perturbs."""
+    shaping: bool = False
+    """Shape the noise of likelihood ratio by what the queries of 40 other batches showed."""
     sigma: float = 1e-3
     """Noise scale."""
     queries: int = 20
@@ -62,21 +67,27 @@ class Diagnose:
         from flops.report.tables import diagnosis_tables
         from flops.tasks.vision import digits
 
+        if self.shaping and self.estimator != "lr":
+            raise FlopsError(
+                "--shaping shapes likelihood ratio; the layers are too large for others"
+            )
         if self.batch < 2 or self.repeats < 1 or self.queries < 1 or self.steps < 0:
             raise FlopsError("batch >= 2, repeats >= 1, queries >= 1 and steps >= 0 are needed")
         train = digits().train
         model = _finetuned(train, self.steps)
         rows = slice(0, min(self.batch, len(train)))
         console = Console(stderr=self.json)
+        groups = self._groups(model)
         with console.status("measuring") if console.is_terminal else _silence():
             found = diagnose(
                 model,
                 _loss,
                 train.images[rows],
                 train.labels[rows],
-                groups=self._groups(model),
+                groups=groups,
                 repeats=self.repeats,
                 seed=self.seed,
+                state=self._learned(model, groups, train) if self.shaping else None,
             )
         if self.json:
             sys.stdout.write(json.dumps(found.to_dict(), indent=2) + "\n")
@@ -94,11 +105,28 @@ class Diagnose:
         rest = [model.vit.embeddings, model.vit.layernorm, model.classifier]
         return [*groups, Group(rest, Exact(), name="rest")]
 
+    def _learned(self, model: Any, groups: list[Group], train: Split) -> dict[str, Any]:
+        """State of an engine that has seen other batches than the one that is diagnosed."""
+        fg = ForwardGradient(model, _loss, groups, seed=self.seed)
+        others = torch.arange(self.batch, len(train))
+        if len(others) < 2:
+            raise FlopsError(
+                f"--shaping learns from the other points: none are left of {len(train)}"
+            )
+        source = torch.Generator().manual_seed(self.seed)
+        for _ in range(40):
+            rows = others[torch.randperm(len(others), generator=source)[: self.batch]]
+            fg.estimate(train.images[rows], train.labels[rows], index=rows)
+        model.zero_grad()
+        return fg.state_dict()
+
     def _estimator(self) -> Estimator:
         if self.estimator == "spsa":
             return SPSA(self.sigma)
-        return (
-            ES(self.sigma) if self.estimator == "es" else LikelihoodRatio(self.sigma, self.targets)
+        if self.estimator == "es":
+            return ES(self.sigma)
+        return LikelihoodRatio(
+            self.sigma, self.targets, shaping=Shaping() if self.shaping else None
         )
 
 

@@ -109,11 +109,8 @@ def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Dir
         us.append(u)
         vs.append(v)
         energies.append((along.unsqueeze(1) * across).flatten())
-    every = (
-        torch.cat(energies) / total
-        if total > 0
-        else torch.ones(sum(map(len, energies))) / dimensions
-    )
+    every = torch.cat(energies)
+    every = every / total if total > 0 else torch.full_like(every, 1 / dimensions)
     size = min(len(every), max(most, LEADING))
     energy, order = every.sort(descending=True, stable=True)
     order, energy = order[:size], energy[:size]

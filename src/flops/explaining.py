@@ -79,7 +79,7 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
         # What the prior expects outside, times the ridge: the prior itself is not exact.
         noise = ridge * (prior[points].sum(1) + flat) + LEAST
         fits = [posterior(kernel, r, noise * factor, real) for factor in factors]
-        squares = r.square().sum(1, keepdim=True).clamp(min=1e-300)
+        squares = r.square().sum(1, keepdim=True).clamp(min=torch.finfo(r.dtype).tiny)
         for i, one in enumerate(fits):  # each point counts by its number of queries
             scores[i] += (one.held_out.square() / squares * count).double().sum()
         fit = fits[0]

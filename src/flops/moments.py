@@ -62,13 +62,18 @@ class Grid:
         rows[:, self.offset : self.offset + self.size] = flat.reshape(len(rows), -1)
 
 
-def grid(site: Site, aligned: bool = True) -> Grid:
-    """Tokens x channels for (T, D), positions x channels for (C, H, W), channels for (D,)."""
+def grid(site: Site, channels_first: bool) -> Grid:
+    """Tokens x channels for (T, D), positions x channels for (C, H, W), channels for (D,).
+
+    Args:
+        site: The site.
+        channels_first: Whether two axes are (C, L), as behind a one-dimensional convolution.
+    """
     shape = site.row_shape
-    if len(shape) >= 3:  # convolutional: channels first
+    if len(shape) >= 3 or (len(shape) == 2 and channels_first):
         return Grid(site.offset, site.size // shape[0], shape[0], channels_first=True)
     if len(shape) == 2:
-        return Grid(site.offset, shape[0], shape[1], aligned=aligned)
+        return Grid(site.offset, shape[0], shape[1])
     return Grid(site.offset, 1, site.size)
 
 
@@ -109,13 +114,18 @@ class Factor:
         matrix = torch.zeros(size, size, dtype=dtype) if size <= DENSE else None
         return cls(matrix, none, none[0], 0.0)
 
+    @property
+    def size(self) -> int:
+        """Entries of the axis."""
+        return len(self.vectors)
+
     def updated(self, keep: float, change: Change, step: int) -> Factor:
         """The old moment times ``keep``, plus the change."""
         if self.matrix is not None:
             identity = torch.eye(len(self.matrix), dtype=self.matrix.dtype)
             return Factor(keep * self.matrix + change.times(identity), self.vectors, self.values, 0)
-        size = len(self.vectors)
-        fresh = torch.randn(size, FRESH, generator=generator(size, step)).to(self.vectors)
+        source = generator(self.size, step)
+        fresh = torch.randn(self.size, FRESH, generator=source).to(self.vectors)
 
         def times(x: Tensor) -> Tensor:
             return keep * (self.vectors * self.values) @ (self.vectors.T @ x) + change.times(x)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flops.asking import Asked, Space, ask
+from flops.asking import Asked, Space, ask, needed, real_directions
 from flops.directions import leading
 from flops.explaining import Explained, coherence, explain
 from flops.moments import Change, Moments
@@ -54,23 +54,27 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
     captured = float(memory.get("captured", 0.0))
     moments = _moments(memory.get("moments", ()), space)
     share = shaping.share(captured)
-    iso = torch.minimum((draws * share).ceil().long().clamp(min=1), draws)
-    iso = torch.maximum(iso, draws - space.dimensions)  # more directions there are not
+    # At least one of each kind, if there are two draws.
+    iso = torch.minimum((draws * share).ceil().long(), draws - 1).clamp(min=1)
+    iso = draws if shaping.explore == 1 else torch.minimum(iso, draws)
     warm = steps < WARM or bool((iso == draws).all())
     iso = draws if warm else iso
     full_precision = torch.autocast("cpu", enabled=False)  # the queries keep the user's
     with full_precision:
-        known = leading(space.grids, moments, int((draws - iso).max()))
+        known = leading(space.grids, moments, needed(space, draws - iso))
+    iso = torch.maximum(iso, draws - real_directions(space, known, queries.size).sum(1))
     asked = ask(space, queries, known, iso, draws)
     with full_precision:
         found = explain(asked, float(memory.get("ridge", 1.0)), tune=steps % TUNE == 0)
-    now = 1 - float(found.missed.sum()) / max(float(found.energy.sum()), 1e-300)
+    whole = float(found.energy.sum())
+    now = 1 - float(found.missed.sum()) / whole if whole > 0 else captured
     after = 0.0 if warm else _running(captured, now) if captured else now
     keep = 1.0 if warm else shaping.keep(now, captured, after)
-    with full_precision:
-        moments = learn(asked, found, moments, keep, steps)
-    memory["moments"] = [m.to_memory() for m in moments]
-    memory["shaped_steps"] = steps + 1
+    if whole > 0:  # else there was nothing to learn from
+        with full_precision:
+            moments = learn(asked, found, moments, keep, steps)
+        memory["moments"] = [m.to_memory() for m in moments]
+        memory["shaped_steps"] = steps + 1
     eta = 1.0
     if warm:
         delta, error = found.outside, found.energy * space.dimensions / draws.clamp(min=1)
@@ -82,8 +86,12 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
         delta = found.inside + found.tail + eta * found.correction
         noise = found.error * space.dimensions / iso.clamp(min=1)
         error = (1 - eta) ** 2 * found.error + eta**2 * noise
-    captures = _captures(memory.get("captures"), asked, found)
+    captures = [0.0] * len(space.grids)
     if not warm:
+        captures = _captures(asked, found)
+        before = memory.get("captures", ())
+        if len(before) == len(captures):
+            captures = [_running(*pair) for pair in zip(before, captures, strict=True)]
         memory["captures"] = captures
     asked_here = [asked.measured[:, known.site == s].sum(1) for s in range(len(space.grids))]
     report = ShapingReport(
@@ -92,8 +100,8 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
         explore=float(iso.sum()) / max(1, int(draws.sum())),
         correction=eta,
         sites=tuple(
-            SiteReport(name, float(k.double().mean()), 0.0 if warm else a / max(a + b, 1e-300))
-            for name, k, (a, b) in zip(space.names, asked_here, captures, strict=True)
+            SiteReport(name, float(k.double().mean()), share)
+            for name, k, share in zip(space.names, asked_here, captures, strict=True)
         ),
     )
     real = torch.arange(asked.w.size(1)) < draws.unsqueeze(1)
@@ -104,12 +112,13 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
 
 def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:
     """What is known so far; a site whose positions are no longer aligned keeps its channels."""
-    if len(kept) != len(space.grids):
-        return [Moments.empty(g, space.dtype) for g in space.grids]
-    found = []
-    for g, saved in zip(space.grids, kept, strict=True):
+    found = [Moments.empty(g, space.dtype) for g in space.grids]
+    if len(kept) != len(found):
+        return found
+    for s, (g, saved) in enumerate(zip(space.grids, kept, strict=True)):
         m = Moments.from_memory(saved)
-        found.append(m if g.aligned else Moments(None, m.channels))
+        if m.channels.size == g.channels:
+            found[s] = m if g.aligned else Moments(None, m.channels)
     return found
 
 
@@ -128,10 +137,8 @@ def _signal(memory: dict[str, Any], asked: Asked, found: Explained) -> float:
     return max(0.0, 1 - noise / whole) if whole > 0 else 0.0
 
 
-def _captures(
-    before: Sequence[tuple[float, float]] | None, asked: Asked, found: Explained
-) -> list[tuple[float, float]]:
-    """Energy that was measured and that was missed at each site, over the last steps.
+def _captures(asked: Asked, found: Explained) -> list[float]:
+    """Share of each site's energy that was measured in this step.
 
     Residuals do not tell the sites apart, so what they miss in all is split by the energies of
     the plain estimates outside, without their noise.
@@ -140,13 +147,10 @@ def _captures(
     measured, missed = [], []
     for g in asked.space.grids:
         square = g.cut(found.outside).square().sum((1, 2)) - found.missed * g.size / n
-        missed.append(max(0.0, float((square * n / (n + 1)).sum())))
+        missed.append(max(1e-300, float((square * n / (n + 1)).sum())))
         measured.append(float(g.cut(found.inside).square().sum()))
-    scale = float(found.missed.sum()) / max(sum(missed), 1e-300)
-    now = [(a, b * scale) for a, b in zip(measured, missed, strict=True)]
-    if before is None or len(before) != len(now):
-        return now
-    return [(_running(a, c), _running(b, d)) for (a, b), (c, d) in zip(before, now, strict=True)]
+    scale = float(found.missed.sum()) / sum(missed)
+    return [a / max(a + b * scale, 1e-300) for a, b in zip(measured, missed, strict=True)]
 
 
 def learn(
@@ -160,9 +164,10 @@ def learn(
     """
     space, known = asked.space, asked.known
     n = asked.iso.clamp(min=1).to(space.dtype)
-    resolution = torch.finfo(asked.queries.losses.dtype).eps / space.sigma
+    losses = asked.queries.losses
+    resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
     live = (found.energy > (10 * resolution) ** 2) & (asked.iso > 0)
-    weight = torch.where(live, n.square() / found.energy.clamp(min=1e-300), 0.0)
+    weight = torch.where(live, n.square() / torch.where(live, found.energy, 1.0), 0.0)
     over = 1 / (n + 1)
     plus = (found.inside + found.outside) * weight.sqrt().unsqueeze(1)
     minus = found.outside * (weight * over).sqrt().unsqueeze(1)

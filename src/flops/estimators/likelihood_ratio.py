@@ -78,6 +78,8 @@ class LikelihoodRatio:
                 raise ValueError(f"'{value}' is not one of {list(allowed)}")
         if self.shaping is not None and self.baseline == "none":
             raise ValueError("shaping needs slopes: use baseline='clean' or 'antithetic'")
+        if self.shaping is not None and self.shaping.unbiased and self.noise == "orthogonal":
+            raise ValueError("unbiased shaping needs draws that are independent, not orthogonal")
 
     @property
     def unit(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flops.asking import Space
 from flops.moments import Grid, grid
@@ -61,12 +61,16 @@ def _grids(shaping: Shaping, binding: Sites, queries: Queries) -> tuple[list[Gri
     has changed from batch to batch.
     """
     found = queries.passes.batch.named(shaping.mask)
-    lengths = queries.memory.get("positions", [None] * len(binding.sites))
+    lengths = queries.memory.get("positions", ())
+    if len(lengths) != len(binding.sites):
+        lengths = [None] * len(binding.sites)
     grids, masks = [], []
     for site, length in zip(binding.sites, lengths, strict=True):
-        g = grid(site)
-        masked = found is not None and found.shape == (queries.size, g.positions)
-        if len(site.row_shape) == 2 and (masked or length not in (None, g.positions)):
+        module = queries.passes.modules[binding.structure.calls[site.call].name]
+        g = grid(site, isinstance(module, nn.Conv1d | nn.ConvTranspose1d))
+        tokens = len(site.row_shape) == 2 and not g.channels_first
+        masked = tokens and found is not None and found.shape == (queries.size, g.positions)
+        if masked or length not in (None, g.positions):
             g = replace(g, aligned=False)
         grids.append(g)
         whole = found if masked and found is not None else torch.ones(queries.size, g.positions)
