@@ -458,6 +458,17 @@ def test_more_queries_than_directions_leave_nothing_to_chance() -> None:
     assert float((found - truth).norm() / truth.norm()) < 1e-5
 
 
+def test_very_many_queries_of_a_point_stay_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many are fitted; the others are charged, and lost."""
+    monkeypatch.setattr("flops.asking.FITTED", 16)
+    model, x, y = planted()
+    fg = engine(model, 60)
+    truth = flat(exact(model, squared, x, y))
+    first = [step(fg, x, y) for _ in range(6)]
+    assert cosine(first[0], truth) > 0.5
+    assert float((first[-1] - truth).norm() / truth.norm()) < 1e-5
+
+
 def test_diagnose_shows_shaped_sites() -> None:
     model, x, y = planted()
     estimator = LikelihoodRatio(1e-6, shaping=Shaping())

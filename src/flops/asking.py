@@ -19,6 +19,7 @@ from flops.noise import Kind, NoiseStream, generator
 from flops.plan import Rows
 from flops.queries import Queries
 
+FITTED = 512  # isotropic draws of a point that are fitted, at most: a fit costs their cube
 BLOCK = 4_000_000  # noise values, or entries of kernels, in one block of points
 
 
@@ -99,16 +100,22 @@ class Asked:
     w: Tensor
     c: Tensor
 
+    @property
+    def fitted(self) -> Tensor:
+        """Isotropic draws that are looked at, shape (B,)."""
+        return self.iso.clamp(max=FITTED)
+
     def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Points with like numbers n of isotropic draws.
 
         Yields points, which draws are real, shape (b, n), and their noise, shape
         (b, n, dimensions), zero in the padding.
         """
-        order = self.iso.argsort(stable=True)
-        order = order[self.iso[order] > 0]
-        for points in _cut(order, self.iso, self.space.dimensions):
-            real = torch.arange(int(self.iso[points].max())) < self.iso[points].unsqueeze(1)
+        count = self.fitted
+        order = count.argsort(stable=True)
+        order = order[count[order] > 0]
+        for points in _cut(order, count, self.space.dimensions):
+            real = torch.arange(int(count[points].max())) < count[points].unsqueeze(1)
             place, draw = torch.nonzero(real).unbind(1)
             noise = torch.zeros(*real.shape, self.space.dimensions, dtype=self.space.dtype)
             noise[real] = self.noise.rows(points[place], draw)

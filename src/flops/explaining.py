@@ -72,7 +72,7 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
         e = known.coordinates(seen.flatten(0, 1)).view(*real.shape, -1)
         slopes = torch.where(real, asked.w[points, : real.size(1)], 0.0)
         r = slopes - (e @ asked.c[points].unsqueeze(2)).squeeze(2)
-        count = asked.iso[points].unsqueeze(1)
+        count = asked.fitted[points].unsqueeze(1)
         kernel = (e * prior[points].unsqueeze(1)) @ e.transpose(1, 2)
         if known.rest > 0:
             kernel += known.rest * (seen @ seen.transpose(1, 2) - e @ e.transpose(1, 2))
@@ -103,5 +103,5 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
 def coherence(asked: Asked, found: Explained) -> tuple[float, float]:
     """Squared length of the batch's summed correction, and the part of it that is noise."""
     live = asked.iso > 0
-    noise = (found.error * asked.space.dimensions)[live] / asked.iso[live]
+    noise = (found.error * asked.space.dimensions)[live] / asked.fitted[live]
     return float(found.correction.sum(0).square().sum()), float(noise.sum())
