@@ -7,20 +7,21 @@ scikit-learn's handwritten digits are the data it is adapted to, so the task nee
 from __future__ import annotations
 
 import gzip
-import importlib
 import importlib.resources
 import math
-import random
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flops.tasks.optional import require
+from flops.tasks.splits import ImageSplit, hold_out
 
 if TYPE_CHECKING:
     from transformers import ViTForImageClassification
@@ -48,6 +49,10 @@ class Split:
     def take(self, rows: Tensor | slice) -> Split:
         """Return some of the points, as a split of their own."""
         return Split(self.images[rows], self.labels[rows])
+
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images and labels of these rows."""
+        return self.images[rows], self.labels[rows]
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def bundled_vit(
     """
     if classes < 1 or (pretrained_head and classes != 10):
         raise ValueError(f"classes must be >= 1, and 10 to keep the pretrained head, got {classes}")
-    transformers = _require("transformers")
+    transformers = require("transformers")
     asset = importlib.resources.files("flops.tasks") / "assets" / "tiny-vit"
     logging = transformers.utils.logging
     # devices=[]: all of it runs on the CPU, and saving CUDA's random state would start CUDA
@@ -116,7 +121,7 @@ def digits(*, size: int = IMAGE_SIZE) -> Splits:
     """
     if size < 8:
         raise ValueError(f"size must be at least 8, the side of the original images, got {size}")
-    data = _require("sklearn.datasets").load_digits()
+    data = require("sklearn.datasets").load_digits()
     images = torch.from_numpy(data.images).float().unsqueeze(1) / 16  # (N, 1, 8, 8), in [0, 1]
     images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
     rest, test = _hold_out(Split(_normalise(images), torch.from_numpy(data.target).long()), 300)
@@ -168,7 +173,7 @@ def logits(outputs: object) -> Tensor:
     raise TypeError(f"no logits in a {type(outputs).__name__}: the model must return {allowed}")
 
 
-def accuracy(model: nn.Module, split: Split, batch: int = 256) -> float:
+def accuracy(model: nn.Module, split: ImageSplit, batch: int = 256) -> float:
     """Return the share of points, in [0, 1], whose largest logit is at their label.
 
     Runs on the model's device, in evaluation mode; each module gets its training flag back.
@@ -178,32 +183,21 @@ def accuracy(model: nn.Module, split: Split, batch: int = 256) -> float:
     """
     if len(split) == 0 or batch < 1:
         raise ValueError(f"need at least one point and batch >= 1, got {len(split)} and {batch=}")
-    device = next((p.device for p in model.parameters()), split.images.device)
+    device = next((p.device for p in model.parameters()), split.labels.device)
     training = [module for module in model.modules() if module.training]
     model.eval()
     correct = 0
     try:
         with torch.inference_mode():
             for start in range(0, len(split), batch):
-                part = split.take(slice(start, start + batch))
-                predicted = logits(model(part.images.to(device))).argmax(-1)
-                correct += int((predicted == part.labels.to(device)).sum())
+                rows = torch.arange(start, min(start + batch, len(split)))
+                images, labels = split.batch(rows)
+                predicted = logits(model(images.to(device))).argmax(-1)
+                correct += int((predicted == labels.to(device)).sum())
     finally:
         for module in training:
             module.training = True  # not .train(), which would also reach submodules in eval mode
     return correct / len(split)
-
-
-def _require(module: str) -> Any:
-    """Import an optional dependency, or say how to get it."""
-    state = random.getstate()  # importing scikit-learn imports rich, which draws a number
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        hint = 'install it with: pip install "flops-torch[vision]"'
-        raise ImportError(f"the vision task needs {module} ({error}); {hint}") from error
-    finally:
-        random.setstate(state)
 
 
 def _normalise(pixels: Tensor) -> Tensor:
@@ -212,17 +206,9 @@ def _normalise(pixels: Tensor) -> Tensor:
 
 
 def _hold_out(split: Split, size: int) -> tuple[Split, Split]:
-    """Return (the rest, `size` points held out), stratified, both in a fixed random order.
-
-    Systematic sampling: shuffle, sort by class, take evenly spaced points. So the size is exact
-    and each class is within one point of its share.
-    """
-    # numpy guarantees this legacy generator's stream for good, so the splits outlive its versions
-    order = np.random.RandomState(0).permutation(len(split))
-    by_class = split.labels.numpy()[order].argsort(kind="stable")
-    held = np.zeros(len(split), dtype=bool)
-    held[by_class[(2 * np.arange(size) + 1) * len(split) // max(2 * size, 1)]] = True
-    return split.take(torch.from_numpy(order[~held])), split.take(torch.from_numpy(order[held]))
+    """Return (the rest, `size` points held out), stratified, both in a fixed random order."""
+    rest, held = hold_out(split.labels.numpy(), size)
+    return split.take(torch.from_numpy(rest)), split.take(torch.from_numpy(held))
 
 
 def _read_images(images_file: Path, labels_file: Path) -> Split:
