@@ -169,7 +169,15 @@ class Moments:
         return {n: None if f is None else dict(vars(f)) for n, f in vars(self).items()}
 
     @classmethod
-    def from_memory(cls, kept: Mapping[str, Any]) -> Moments:
-        """Back from the state."""
-        positions = kept["positions"]
-        return cls(None if positions is None else Factor(**positions), Factor(**kept["channels"]))
+    def from_memory(cls, kept: Mapping[str, Any], dtype: torch.dtype) -> Moments:
+        """Back from the state, in this precision."""
+
+        def factor(saved: Mapping[str, Any] | None) -> Factor | None:
+            if saved is None:
+                return None
+            parts = {n: v.to(dtype) if isinstance(v, Tensor) else v for n, v in saved.items()}
+            return Factor(**parts)
+
+        channels = factor(kept["channels"])
+        assert channels is not None
+        return cls(factor(kept["positions"]), channels)

@@ -55,7 +55,7 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
     moments = _moments(memory.get("moments", ()), space)
     share = shaping.share(captured)
     # At least one of each kind, if there are two draws.
-    iso = torch.minimum((draws * share).ceil().long(), draws - 1).clamp(min=1)
+    iso = torch.minimum((draws * share).round().long(), draws - 1).clamp(min=1)
     iso = draws if shaping.explore == 1 else torch.minimum(iso, draws)
     warm = steps < WARM or bool((iso == draws).all())
     iso = draws if warm else iso
@@ -67,9 +67,11 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
     with full_precision:
         found = explain(asked, float(memory.get("ridge", 1.0)), tune=steps % TUNE == 0)
     whole = float(found.energy.sum())
-    now = 1 - float(found.missed.sum()) / whole if whole > 0 else captured
-    after = 0.0 if warm else _running(captured, now) if captured else now
-    keep = 1.0 if warm else shaping.keep(now, captured, after)
+    now, spread = _captured(found) if whole > 0 else (captured, 0.0)
+    after, keep = 0.0, 1.0
+    if not warm:
+        after = _running(captured, now) if captured else now
+        keep, memory["best"] = shaping.keep(now, spread, after, float(memory.get("best", 0.0)))
     if whole > 0:  # else there was nothing to learn from
         with full_precision:
             moments = learn(asked, found, moments, keep, steps)
@@ -116,9 +118,11 @@ def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:
     if len(kept) != len(found):
         return found
     for s, (g, saved) in enumerate(zip(space.grids, kept, strict=True)):
-        m = Moments.from_memory(saved)
-        if m.channels.size == g.channels:
-            found[s] = m if g.aligned else Moments(None, m.channels)
+        m = Moments.from_memory(saved, space.dtype)
+        m = m if g.aligned else Moments(None, m.channels)
+        along = m.positions is None or m.positions.size == g.positions
+        if m.channels.size == g.channels and along:
+            found[s] = m
     return found
 
 
@@ -135,6 +139,14 @@ def _signal(memory: dict[str, Any], asked: Asked, found: Explained) -> float:
         )
     memory["coherence"] = (whole, noise)
     return max(0.0, 1 - noise / whole) if whole > 0 else 0.0
+
+
+def _captured(found: Explained) -> tuple[float, float]:
+    """Share of the energy that was measured, and its standard error over the points."""
+    whole = found.energy.sum()
+    missed = found.missed.sum() / whole
+    error = (found.missed - missed * found.energy).square().sum().sqrt() / whole
+    return 1 - float(missed), float(error)
 
 
 def _captures(asked: Asked, found: Explained) -> list[float]:

@@ -38,20 +38,21 @@ class Shaping:
             return self.explore
         return 0.1 + 0.6 * (1 - min(1.0, max(0.0, captured)))
 
-    def keep(self, now: float, before: float, after: float) -> float:
-        """What the moments keep.
+    def keep(self, now: float, spread: float, running: float, best: float) -> tuple[float, float]:
+        """What the moments keep, and the best captured energy from now on.
 
-        Less when the captured energy drops, for the task has moved. Less also as it rises: the
-        noise of a step's outer products falls with the energy that is missed, and inverse
-        variance leaves the older, noisier steps less weight.
+        Less when the captured energy drops beyond its sampling error, for the task has moved.
+        Less also as it comes to a new best: the noise of a step's outer products falls with the
+        energy that is missed, and inverse variance leaves the older, noisier steps less weight.
 
         Args:
             now: Captured energy of this step.
-            before: Its running average without this step.
-            after: The same with this step.
+            spread: Its standard error.
+            running: Its running average, this step included.
+            best: The best running average so far.
         """
         if self.decay is not None:
-            return self.decay
-        doubt = min(1.0, max(0.0, now) / max(FALL * before, 1e-9))
-        progress = min(1.0, max(1e-6, 1 - after) / max(1e-6, 1 - before))
-        return KEEP * doubt * progress**2
+            return self.decay, best
+        doubt = min(1.0, max(0.0, now + 4 * spread) / max(FALL * best, 1e-9))
+        progress = min(1.0, max(1e-6, 1 - running) / max(1e-6, 1 - best))
+        return KEEP * doubt * progress**2, max(best, running) if doubt == 1 else running

@@ -76,7 +76,12 @@ class Cell:
 
 
 def run_cells(
-    cells: Sequence[Cell], folder: Path, workers: int, console: Console, title: str
+    cells: Sequence[Cell],
+    folder: Path,
+    workers: int,
+    console: Console,
+    title: str,
+    fresh: bool = False,
 ) -> list[Result]:
     """Run the cells that are not done, and return the results of all, in order.
 
@@ -86,6 +91,7 @@ def run_cells(
         workers: Processes, of one thread each; 0 runs in this one.
         console: Shows a bar if it is a terminal.
         title: In front of the bar.
+        fresh: A process for each cell, so that its peak memory is its own.
 
     Raises:
         FlopsError: If cells failed. The others have been run and kept.
@@ -97,7 +103,7 @@ def run_cells(
         *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(title, total=len(cells), completed=len(cells) - len(left))
-        for cell, error in _finished(left, folder, workers):
+        for cell, error in _finished(left, folder, workers, fresh):
             if error is not None:
                 failed[cell.name] = error
             bar.advance(task)
@@ -111,7 +117,7 @@ def run_cells(
 
 
 def _finished(
-    cells: Sequence[Cell], folder: Path, workers: int
+    cells: Sequence[Cell], folder: Path, workers: int, fresh: bool
 ) -> Iterator[tuple[Cell, BaseException | None]]:
     """Cells as they finish, each with its error or None."""
     if workers == 0:
@@ -123,7 +129,13 @@ def _finished(
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes import torch
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(cells)), context, torch.set_num_threads, (1,))
+    pool = ProcessPoolExecutor(
+        min(workers, len(cells)),
+        context,
+        torch.set_num_threads,
+        (1,),
+        max_tasks_per_child=1 if fresh else None,
+    )
     try:
         futures = {pool.submit(_attempt, cell, folder): cell for cell in cells}
         for future in as_completed(futures):
