@@ -1,4 +1,4 @@
-"""The command line: `flops diagnose`, `flops study`."""
+"""The command line: `flops finetune`, `flops diagnose`, `flops study`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from flops.engine import ForwardGradient
 from flops.errors import FlopsError
 from flops.estimators import ES, SPSA, Estimator, Exact, LikelihoodRatio
+from flops.finetune import Finetune, subcommand
 from flops.groups import Group
 from flops.shaping import Shaping
 
@@ -201,22 +202,26 @@ class Study:
         self.study.run()
 
 
-Command = (
-    Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-    | Annotated[Study, tyro.conf.subcommand("study")]
-)
+def _commands(arguments: list[str]) -> Any:
+    """All commands; settings of files and presets are defaults that the arguments change."""
+    return (
+        Annotated[Finetune, subcommand(arguments)]
+        | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+        | Annotated[Study, tyro.conf.subcommand("study")]
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `flops` and of `python -m flops`."""
-    command: Any = tyro.cli(
-        Command,
-        prog="flops",
-        description="Train neural networks with forward passes only.",
-        args=arguments,
-        config=(tyro.conf.OmitSubcommandPrefixes,),
-    )
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        command: Any = tyro.cli(
+            _commands(given),
+            prog="flops",
+            description="Train neural networks with forward passes only.",
+            args=given,
+            config=(tyro.conf.OmitSubcommandPrefixes,),
+        )
         command.run()
     except FlopsError as error:
         sys.exit(f"flops: {error}")

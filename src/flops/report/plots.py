@@ -24,7 +24,7 @@ def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figures = _matplotlib()
+    figures = matplotlib_figures()
     figure = figures.Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
@@ -42,7 +42,12 @@ def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None
     figure.savefig(path, dpi=110)
 
 
-def _matplotlib() -> Any:
+def matplotlib_figures() -> Any:
+    """The module of figures of matplotlib.
+
+    Raises:
+        ImportError: If it is not installed; the message says how to get it.
+    """
     try:  # not pyplot: its windows and global state are not needed
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -1,0 +1,139 @@
+"""`flops finetune`: train an image classifier with forward passes, into a run folder."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+
+from flops.options import Config, ConfigError, from_dict, preset, read_file
+
+PresetName = Literal["tiny", "vit-base", "vit-large"]
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """Fine-tune an image classifier with forward passes only.
+
+    Without options: the bundled vision transformer on handwritten digits with shaped-lr, in a few
+    minutes and without a download. Everything goes into a run folder: settings, metrics,
+    checkpoints, plots, the trained model. A run that was stopped, in whatever way, goes on with
+    the resume option and ends up where it would have.
+
+    For example:
+
+    $ flops finetune
+    $ flops finetune --method ops-lr --epochs 4 --output runs/ops
+    $ flops finetune --resume runs/ops
+    $ flops finetune --data photos --model google/vit-base-patch16-224-in21k --preset vit-base
+    $ flops finetune --epochs None --budget 200000  # stop by cost
+    $ flops finetune --print-config > run.json  # all settings, to be edited
+    $ flops finetune --config run.json --seed 1
+    """
+
+    preset: PresetName | None = None
+    """Settings that go together: those of the paper for ViT-base and ViT-large, or tiny."""
+    config: Path | None = None
+    """File with settings, .json or .toml; names are those of the options, with _ for -."""
+    resume: Path | None = None
+    """Continue the run in this folder; its settings stay what they are."""
+    checkpoint: Literal["last", "previous"] = "last"
+    """Where to continue; previous if the last one is damaged."""
+    print_config: bool = False
+    """Print all settings as JSON and stop."""
+    settings: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
+
+    @classmethod
+    def defaults(cls, arguments: Sequence[str]) -> Finetune:
+        """What holds unless the command line says otherwise: preset, then file, or the old run.
+
+        Raises:
+            ConfigError: If the file or the preset is not what it should be.
+        """
+        looked = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for name in ("--preset", "--config", "--resume"):
+            looked.add_argument(name)
+        try:
+            given, _ = looked.parse_known_args(list(arguments))
+        except argparse.ArgumentError:  # tyro says it better
+            return cls()
+        if given.resume is not None:
+            from flops.runs import read_config
+
+            return cls(settings=read_config(Path(given.resume)))
+        values = read_file(Path(given.config)) if given.config is not None else {}
+        chosen = given.preset or values.get("preset")
+        values = {name: value for name, value in values.items() if name != "preset"}
+        base = from_dict(preset(chosen)) if chosen is not None else Config()
+        return cls(settings=from_dict(values, base))
+
+    def run(self) -> None:
+        """Train, and say where the results are."""
+        if self.print_config:
+            sys.stdout.write(json.dumps(self.settings.to_dict(), indent=2) + "\n")
+            return
+        from flops.display import display_for
+        from flops.runs import new_folder
+        from flops.training import train
+
+        settings = self._resumed() if self.resume is not None else self.settings
+        if settings.output is None:
+            settings = dataclasses.replace(settings, output=str(new_folder(settings)))
+        console = Console()
+        try:
+            result = train(
+                settings,
+                resume=self.resume is not None,
+                checkpoint=self.checkpoint,
+                display=display_for(console),
+            )
+        except KeyboardInterrupt:
+            sys.exit(f"stopped; continue with: flops finetune --resume {settings.output}")
+        test = "" if result.test is None else f", test {result.test:.1%}"
+        say = _sayer(console)
+        say(
+            f"validation {result.accuracy:.1%}{test} after {result.steps} steps, "
+            f"{result.queries:,} queries, {result.forward_equivalents:,.0f} forward equivalents"
+        )
+        say(f"results are in {settings.output}")
+
+    def _resumed(self) -> Config:
+        from flops.runs import read_config
+
+        assert self.resume is not None
+        if self.config is not None or self.preset is not None:
+            raise ConfigError("--resume takes the settings of the run: leave --config and --preset")
+        kept = read_config(self.resume)
+        changed = [
+            f.name
+            for f in dataclasses.fields(Config)
+            if getattr(kept, f.name) != getattr(self.settings, f.name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"a resumed run keeps its settings: leave out {', '.join(changed)}, or start a new "
+                "run"
+            )
+        return dataclasses.replace(kept, output=str(self.resume))
+
+
+def subcommand(arguments: Sequence[str]) -> Any:
+    """The command's type for tyro, with the defaults that these arguments ask for."""
+    wanted = len(arguments) > 0 and arguments[0] == "finetune"
+    default = Finetune.defaults(arguments[1:]) if wanted else Finetune()
+    return tyro.conf.subcommand("finetune", default=default)
+
+
+def _sayer(console: Console) -> Any:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    return say

@@ -1,0 +1,228 @@
+"""The run folder: settings, environment, metrics, checkpoints.
+
+| file | what |
+|---|---|
+| config.json | the settings, as `--config` reads them |
+| environment.json | versions, cores, the commit if there is one |
+| metrics.jsonl | a line for every step and every evaluation |
+| checkpoints/ | the last two, see `flops.checkpoints` |
+| counts.safetensors | queries of each training point when it was last seen |
+| curves.png, allocation.png | drawn from metrics.jsonl and counts.safetensors alone |
+| model/ | the trained model, as `transformers` reads it |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from importlib import metadata
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flops import checkpoints
+from flops.errors import FlopsError
+from flops.options import Config, from_dict, read_file
+
+PACKAGES = ("flops-torch", "torch", "numpy", "safetensors", "transformers", "datasets")
+LATER = "unfinished-"  # files on their way
+
+
+class RunFolderError(FlopsError):
+    """A run folder is in use, or is none."""
+
+
+class RunFolder:
+    """An open run folder; one process at a time.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = _lock(path)
+        self._metrics: BufferedWriter = (path / "metrics.jsonl").open("ab")
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> RunFolder:
+        """A new run.
+
+        Raises:
+            RunFolderError: If the folder holds a run, or anything else.
+        """
+        check_free(path)
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / "environment.json", environment())
+        _write(path / "config.json", config.to_dict())  # last: it makes the folder a run
+        return cls(path)
+
+    @classmethod
+    def reopen(cls, path: Path, which: str = "last") -> tuple[RunFolder, Any]:
+        """A run to be continued, and the state that its metrics are cut back to.
+
+        Returns:
+            The folder, and (weights, state) of the checkpoint; None to start from the beginning.
+
+        Raises:
+            RunFolderError: If this is no run, or another process is at it.
+            CheckpointError: If the checkpoint is damaged.
+        """
+        read_config(path)
+        before = read_file(path / "environment.json")["packages"]
+        if changed := [n for n, v in environment()["packages"].items() if v != before.get(n)]:
+            warnings.warn(
+                f"other versions than at the start of the run: {', '.join(changed)}; what follows "
+                "may differ from an unbroken run in the last digits",
+                stacklevel=3,
+            )
+        run = cls(path)
+        checkpoints.clean(path / "checkpoints")
+        restored = checkpoints.restore(path / "checkpoints", which)
+        size = 0 if restored is None else int(restored[1]["metrics"])
+        if (path / "metrics.jsonl").stat().st_size < size:
+            raise RunFolderError(f"{path / 'metrics.jsonl'} is shorter than at the checkpoint")
+        run._metrics.truncate(size)
+        run._metrics.seek(size)
+        return run, restored
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line to the metrics."""
+        text = json.dumps(_finite(line), allow_nan=False)
+        self._metrics.write(text.encode() + b"\n")
+        self._metrics.flush()
+
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write a checkpoint that knows how long the metrics were."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        size = os.fstat(self._metrics.fileno()).st_size
+        checkpoints.save(self.path / "checkpoints", step, weights, {**state, "metrics": size})
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._metrics.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that is in use.
+
+    Raises:
+        RunFolderError: If it holds a run, or anything else.
+    """
+    if is_run(path):
+        raise RunFolderError(
+            f"{path} already holds a run; continue it with --resume {path}, or give another "
+            "--output"
+        )
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"{path} is a file; give another --output")
+    known = (LATER, ".", "environment.json")  # left by a process that was killed at its start
+    found = path.iterdir() if path.exists() else ()
+    if others := [p.name for p in found if not p.name.startswith(known)]:
+        raise RunFolderError(
+            f"{path} is not empty (it holds {others[0]}); give an --output of its own"
+        )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run was started here."""
+    return (path / "config.json").is_file()
+
+
+def read_config(path: Path) -> Config:
+    """The settings of a run.
+
+    Raises:
+        RunFolderError: If there is no run.
+    """
+    if not is_run(path):
+        raise RunFolderError(
+            f"{path} holds no run (there is no config.json); start one without --resume"
+        )
+    return from_dict(read_file(path / "config.json"))
+
+
+def new_folder(config: Config, base: Path = Path("runs")) -> Path:
+    """A name that is free, made of data, method and seed."""
+    names = (config.data, config.method, f"seed{config.seed}")
+    name = "-".join(Path(part).name or "root" for part in names)
+    number = 1
+    while (path := base / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return path
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers may depend on; nothing that names the machine or its user."""
+    packages: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = None
+    return {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "packages": packages,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the source, if it lies in a repository that tracks it."""
+    here = Path(__file__)
+    tracked = ["git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name]
+    head = ["git", "-C", str(here.parent), "rev-parse", "HEAD"]
+    try:
+        subprocess.run(tracked, capture_output=True, check=True, timeout=10)
+        found = subprocess.run(head, capture_output=True, check=True, timeout=10, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def _lock(path: Path) -> int | None:
+    """Hold the folder until the process ends, however it ends."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise RunFolderError(f"another process is training in {path}") from error
+    return lock
+
+
+def _write(path: Path, values: Any) -> None:
+    scratch = path.with_name(LATER + path.name)
+    scratch.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    checkpoints.sync(scratch)
+    scratch.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

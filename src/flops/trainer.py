@@ -1,0 +1,267 @@
+"""A model, its data, its engine and its optimizer, with everything a resumed run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flops.errors import FlopsError
+from flops.methods import engine
+from flops.noise import generator
+from flops.options import Config
+from flops.progress import Evaluation, Progress, budget_mark, epoch_mark
+from flops.step_report import StepReport
+from flops.tasks.images import ImageData, ImageFormat, load
+from flops.tasks.models import image_format, load_model
+from flops.tasks.vision import logits
+
+ORDER = 0x0D0E  # sets the order of the points apart from other uses of the seed
+LOOK = 16  # rows by which the engine finds out how the model is built
+
+
+def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
+    """Cross-entropy of each point."""
+    return F.cross_entropy(logits(outputs), targets, reduction="none")
+
+
+class Trainer:
+    """One run: the parts that `flops.training.train` moves forward.
+
+    Args:
+        config: What to train.
+
+    Attributes:
+        latest: Queries that each training point got when it was last seen, over all groups;
+            -1 for a point that was not seen yet.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.device = _device(config.device)
+        self.model, self.format, self.data = _load(config)
+        self.model.to(self.device).eval()
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = _optimizer(config, trainable)
+        self.fg = engine(self.model, loss_fn, config.recipe(), seed=config.seed, chunk=config.chunk)
+        self.progress = Progress()
+        self.latest = torch.full((len(self.data.train),), -1)
+        self._order: tuple[int, list[Tensor]] = (-1, [])
+        self._look()
+
+    @property
+    def points(self) -> int:
+        """Training points."""
+        return len(self.data.train)
+
+    @property
+    def batches(self) -> list[Tensor]:
+        """Rows of the batches of the running epoch, a function of the seed and the epoch alone."""
+        epoch = self.progress.epoch
+        if self._order[0] != epoch:
+            source = generator(self.config.seed, epoch, ORDER)
+            order = torch.randperm(len(self.data.train), generator=source)
+            self._order = (epoch, list(order.split(self.config.batch)))
+        return self._order[1]
+
+    def _look(self) -> None:
+        """Let the engine find out how the model is built, on the untrained weights.
+
+        It would do so at the first step; then a resumed run would look at trained weights, and
+        pay twice.
+        """
+        rows = self.batches[0][:LOOK]
+        pixels, labels = self._batch(rows)
+        with self.fg.session(pixels, labels, index=rows) as session:
+            self.progress.charge("probe", float(session.probe + len(rows)))
+
+    def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        pixels, labels = self.data.train.batch(rows)
+        return pixels.to(self.device), labels.to(self.device)
+
+    def step(self) -> dict[str, Any]:
+        """One step; returns its line for the metrics."""
+        rows = self.batches[self.progress.position]
+        pixels, labels = self._batch(rows)
+        self.optimizer.zero_grad()
+        report = self.fg.estimate(pixels, labels, index=rows)
+        if self.config.clip_attention is not None:
+            clip_attention(self.model, self.config.clip_attention)
+        self.optimizer.step()
+        self.latest[rows] = sum(report.counts.values(), torch.zeros(len(rows), dtype=torch.long))
+        self.progress.add(report, len(rows))
+        line = self._line(report, len(rows))
+        if self.progress.position == len(self.batches):
+            self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
+        return line
+
+    def _line(self, report: StepReport, points: int) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "kind": "step",
+            "step": progress.step,
+            "epoch": self.epochs_done,
+            "points": points,
+            "loss": report.loss,
+            "queries": progress.queries,
+            "forward_equivalents": progress.spent,
+            "parts": dict(progress.parts),
+            "snr": dict(report.snr),
+            "shaping": {n: {"k": s.k, "captured": s.captured} for n, s in report.shaping.items()},
+            "seconds": progress.seconds,
+        }
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs, with the part of the running one."""
+        return self.progress.epoch + self.progress.position / len(self.batches)
+
+    def due(self) -> list[str]:
+        """Marks that are reached here and were not before.
+
+        A budget is used up when the next step would go beyond it, by what the last one took.
+        """
+        config, progress, found = self.config, self.progress, []
+        if progress.position == 0 and (
+            progress.epoch % config.evaluate_every == 0 or progress.epoch == config.epochs
+        ):
+            found.append(epoch_mark(progress.epoch))
+        after = progress.spent + (progress.per_point or 0.0) * len(self.batches[progress.position])
+        budgets = [*config.marks, *([] if config.budget is None else [config.budget])]
+        if progress.step:
+            found += [budget_mark(b) for b in sorted(set(budgets)) if after > b * (1 + 1e-12)]
+        return [mark for mark in found if mark not in progress.reached]
+
+    @property
+    def stops(self) -> list[str]:
+        """The marks that training may end at."""
+        epochs, budget = self.config.epochs, self.config.budget
+        marks = [epoch_mark(epochs)] if epochs is not None else []
+        return marks if budget is None else [*marks, budget_mark(budget)]
+
+    def finished(self) -> bool:
+        """Whether the first or the last of the stops is reached, as configured."""
+        met = [mark in self.progress.reached for mark in self.stops]
+        return any(met) if self.config.until == "first" else all(met)
+
+    def fraction(self) -> float:
+        """How much of the run is done, between 0 and 1."""
+        parts = []
+        if self.config.epochs is not None:
+            parts.append(self.epochs_done / self.config.epochs)
+        if self.config.budget is not None:
+            parts.append(self.progress.spent / self.config.budget)
+        return min(1.0, max(parts) if self.config.until == "first" else min(parts))
+
+    def evaluate(self, marks: list[str]) -> Evaluation:
+        """Look at the validation split, and at a stop, if asked, at the test split."""
+        accuracy, loss = measure(self.model, self.data.validation, self.config.batch, self.device)
+        test = None
+        if self.config.test and set(marks) & set(self.stops):
+            test, _ = measure(self.model, self.data.test, self.config.batch, self.device)
+        progress = self.progress
+        found = Evaluation(
+            progress.step,
+            self.epochs_done,
+            accuracy,
+            loss,
+            progress.queries,
+            progress.spent,
+            progress.seconds,
+            tuple(marks),
+            test,
+        )
+        progress.evaluations.append(found)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything beside the model's weights."""
+        return {
+            "engine": self.fg.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": self.progress.to_dict(),
+            "latest": self.latest.clone(),
+            "points": [len(self.data.train), len(self.data.validation), len(self.data.classes)],
+        }
+
+    def load_state_dict(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Continue where a checkpoint was taken.
+
+        Raises:
+            FlopsError: If the data are not those that the run was started with.
+        """
+        now = self.state_dict()["points"]
+        if now != state["points"]:
+            raise FlopsError(
+                f"the run was started with {state['points']} training points, validation points "
+                f"and classes, and '{self.config.data}' has {now} now; restore the data, or start "
+                "a new run"
+            )
+        self.model.load_state_dict(weights)
+        self.fg.load_state_dict(state["engine"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress.from_dict(state["progress"])
+        self.latest = state["latest"].clone()
+
+
+def measure(model: nn.Module, split: Any, batch: int, device: torch.device) -> tuple[float, float]:
+    """Accuracy and mean loss on a split.
+
+    Raises:
+        FlopsError: If it has no points.
+    """
+    if not len(split):
+        raise FlopsError("there is nothing to evaluate on: the split has no points")
+    right, total = 0, 0.0
+    with torch.inference_mode():
+        for rows in torch.arange(len(split)).split(max(64, batch)):
+            pixels, labels = split.batch(rows)
+            outputs, labels = model(pixels.to(device)), labels.to(device)
+            right += int((logits(outputs).argmax(-1) == labels).sum())
+            total += float(loss_fn(outputs, labels).double().sum())
+    return right / len(split), total / len(split)
+
+
+def clip_attention(model: nn.Module, most: float) -> None:
+    """Scale the gradient of all attention parameters down to a norm of at most ``most``."""
+    names = ("attention", "attn")
+    parameters = [p for n, p in model.named_parameters() if any(part in n for part in names)]
+    torch.nn.utils.clip_grad_norm_(parameters, most)
+
+
+def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
+    try:
+        # The data want the model's format, and the model's head wants the number of classes.
+        data = load(
+            config.data,
+            image_format(config.model),
+            image_column=config.image_column,
+            label_column=config.label_column,
+            config=config.data_config,
+            strict=config.strict,
+            limit=config.limit,
+        )
+        model, format = load_model(config.model, len(data.classes), seed=config.seed)
+    except (OSError, ValueError, ImportError) as error:
+        raise FlopsError(str(error)) from error
+    return model, format, data
+
+
+def _optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, rate, weight_decay=decay)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, rate, weight_decay=decay)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise FlopsError(f"device must be auto, cpu or cuda, not '{name}'") from error

@@ -1,0 +1,157 @@
+"""The one training loop: every method is a configuration of it.
+
+    step -> line in metrics.jsonl -> evaluation, where a mark is reached -> checkpoint, where due
+
+The order of the points follows from (seed, epoch), and evaluations from the state alone, so that a
+run that continues from a checkpoint does what an unbroken one does, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from flops.options import Config
+from flops.progress import Evaluation, Result
+from flops.results import write_results
+from flops.runs import RunFolder, check_free
+from flops.trainer import Trainer
+
+
+class Display(Protocol):
+    """What watches a run; see `flops.display`."""
+
+    def start(self, trainer: Trainer, folder: Path | None) -> None:
+        """Training begins, or goes on."""
+
+    def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        """A step was taken; its line of the metrics."""
+
+    def evaluation(self, trainer: Trainer, found: Evaluation) -> None:
+        """The validation split was evaluated."""
+
+    def close(self) -> None:
+        """Training ended, or was broken off."""
+
+
+class Silence:
+    """Shows nothing."""
+
+    def start(self, trainer: Trainer, folder: Path | None) -> None:
+        """Nothing."""
+
+    def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def evaluation(self, trainer: Trainer, found: Evaluation) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    checkpoint: str = "last",
+    display: Display | None = None,
+) -> Result:
+    """Train until `epochs` or `budget` is reached, and write the run folder.
+
+    Args:
+        config: What to do. Without `output` nothing is written.
+        resume: Continue the run in `output`, from its last checkpoint or from the beginning if
+            there is none yet.
+        checkpoint: "last", or "previous" if the last one is damaged.
+        display: Watches the run; None for nothing.
+
+    Returns:
+        All evaluations and what the run cost.
+
+    Raises:
+        FlopsError: If the folder, the data, the model and the settings do not fit, or a loss is
+            not finite.
+    """
+    shown, path = display or Silence(), None if config.output is None else Path(config.output)
+    folder, restored = None, None
+    if path is not None and resume:
+        folder, restored = RunFolder.reopen(path, checkpoint)
+    elif path is not None:
+        check_free(path)
+    elif resume:
+        raise ValueError("resume needs the run folder: set `output`")
+    try:
+        trainer = Trainer(config)
+        if restored is not None:
+            trainer.load_state_dict(*restored)
+        if path is not None and folder is None:  # now that model, data and settings fit
+            folder = RunFolder.create(path, config)
+        shown.start(trainer, path)
+        _loop(trainer, folder, shown)
+        peak = peak_memory()
+        if folder is not None:
+            write_results(trainer, folder.path)
+    finally:
+        shown.close()
+        if folder is not None:
+            folder.close()
+    progress = trainer.progress
+    return Result(
+        tuple(progress.evaluations),
+        progress.step,
+        progress.queries,
+        progress.spent,
+        dict(progress.parts),
+        progress.seconds,
+        peak,
+        config.output,
+    )
+
+
+def _loop(trainer: Trainer, folder: RunFolder | None, display: Display) -> None:
+    clock = _Clock(trainer.config, trainer.progress.step)
+    while True:
+        if marks := trainer.due():
+            found = trainer.evaluate(marks)
+            if folder is not None:
+                folder.write({"kind": "evaluation", **found.to_dict()})
+            display.evaluation(trainer, found)
+        finished = trainer.finished()
+        if folder is not None and clock.due(trainer.progress.step, finished):
+            folder.save(trainer.progress.step, trainer.model.state_dict(), trainer.state_dict())
+        if finished:
+            return
+        line = trainer.step()
+        if folder is not None:
+            folder.write(line)
+        display.step(trainer, line)
+
+
+def peak_memory() -> int:
+    """Largest memory that the process ever had, in bytes; 0 where that is not known."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+class _Clock:
+    """Says when a checkpoint is due; never twice at the same step."""
+
+    def __init__(self, config: Config, step: int) -> None:
+        self._steps, self._seconds = config.checkpoint_steps, config.checkpoint_seconds
+        self._step, self._time = step, time.monotonic()
+
+    def due(self, step: int, finished: bool) -> bool:
+        now = time.monotonic()
+        by_steps = self._steps is not None and step % self._steps == 0
+        by_time = self._seconds is not None and now - self._time >= self._seconds
+        if step == self._step or not (finished or by_steps or by_time):
+            return False
+        self._step, self._time = step, now
+        return True

@@ -1,0 +1,197 @@
+"""Trees of state as files, and checkpoints that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flops import checkpoints
+from flops.checkpoints import CheckpointError
+from flops.trees import decode, encode
+
+
+def same(a, b) -> bool:
+    """Alike in type, bits and, for tensors, layout."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+        return alike and torch.equal(*bits)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, dict):
+        return (
+            [*a] == [*b]
+            and all(same(x, y) for x, y in zip(a, b, strict=True))
+            and all(same(a[k], b[k]) for k in a)
+        )
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def through_files(tree, folder: Path):
+    plain, tensors = encode(tree)
+    save_file(tensors, folder / "t.safetensors")
+    (folder / "t.json").write_text(json.dumps(plain, allow_nan=False))
+    return decode(json.loads((folder / "t.json").read_text()), load_file(folder / "t.safetensors"))
+
+
+DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
+)
+TREES = {
+    "plain": [None, True, False, 0, -3, 2**80, "", "ü\n", [], (), {}],
+    "floats": [0.1, -0.0, 1e-310, float("inf"), -float("inf"), float("nan"), 1 / 3],
+    "nested": {"a": [(1, [2.0, ()]), {"b": (None,)}], "": {"c/d": 1}},
+    "keys": {0: "zero", "0": "text", True: "yes", 2.5: "half", None: "none"},
+    "numpy": [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.uint16(7)],
+    "arrays": [np.arange(6.0).reshape(2, 3).T, np.zeros((0, 4)), np.array(2.5), np.array([True])],
+    "odd arrays": [np.array([1], ">f8"), np.array(["ab", "c"]), np.arange(3, dtype=np.uint64)],
+    "tensors": [torch.tensor(1.5), torch.zeros(0), torch.zeros(3, 0, 2), torch.tensor([[1, 2]])],
+    "dtypes": [torch.tensor([0, 1, 1]).to(dtype) for dtype in DTYPES],
+    "nan": torch.tensor([float("nan"), -float("inf"), -0.0]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_come_back_with_types_and_bits(name: str, tmp_path: Path) -> None:
+    assert same(through_files(TREES[name], tmp_path), TREES[name])
+
+
+def test_tensors_keep_their_layout_and_share_nothing(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(2, 3, 4)
+    views = [base, base.permute(2, 0, 1), base[:, 1], base.mT, base[:1].expand(5, 3, 4)]
+    found = through_files(views, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found, views, strict=True))
+    assert [t.stride() for t in found[:2]] == [t.stride() for t in views[:2]]
+    assert found[3].stride() == base.mT.stride()
+    assert len({t.untyped_storage().data_ptr() for t in found}) == len(found)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([None]), {(1, 2): 3}, 1j, b"x"])
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="cannot write"):
+        encode({"a": [value]})
+
+
+@pytest.mark.parametrize("plain", [{"tensor": "x", "order": [], "shape": []}, {"set": []}, {}])
+def test_other_json_is_refused(plain: object) -> None:
+    with pytest.raises(ValueError, match="not an encoded tree"):
+        decode(plain, {})
+
+
+def write(folder: Path, step: int) -> None:
+    tied = torch.full((2, 2), float(step))
+    checkpoints.save(folder, step, {"a": tied, "b": tied}, {"step": step, "t": tied.T})
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    for step in (0, 3, 5, 100_000_000):
+        write(tmp_path, step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-100000000"]
+    weights, state = checkpoints.load(tmp_path / "step-00000005")
+    assert state["step"] == 5
+    assert torch.equal(weights["b"], torch.full((2, 2), 5.0))
+    assert checkpoints.restore(tmp_path / "nothing") is None
+
+
+class Killed(BaseException):
+    """No handler of ours catches it."""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    """Every call that changes the disk is the last one of a process, in turn."""
+    moments, finished = 0, False
+    while not finished:
+        folder = tmp_path / str(moments)
+        for step in (1, 2):
+            write(folder, step)
+        left = moments
+        with monkeypatch.context() as patch:
+
+            def dying(real):
+                def call(*args, **kwargs):
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        raise Killed
+                    return real(*args, **kwargs)
+
+                return call
+
+            for owner, name in [
+                *((os, n) for n in ("fsync", "rename", "mkdir", "rmdir", "unlink")),
+                *((Path, n) for n in ("mkdir", "rename", "write_text")),
+                (checkpoints, "save_file"),
+            ]:
+                patch.setattr(owner, name, dying(getattr(owner, name)))
+            try:
+                write(folder, 3)
+                finished = True
+            except Killed:
+                moments += 1
+        checkpoints.clean(folder)
+        restored = checkpoints.restore(folder)
+        assert restored is not None
+        assert restored[1]["step"] in (2, 3)
+        assert len(checkpoints.steps(folder)) >= 2
+        write(folder, 3)  # and the next process goes on
+        assert [p.name for p in checkpoints.steps(folder)] == ["step-00000002", "step-00000003"]
+    assert moments > 12
+
+
+@pytest.mark.parametrize("name", [*checkpoints.FILES, "checksums.json"])
+@pytest.mark.parametrize("kind", ["flipped", "cut", "missing", "empty"])
+def test_a_damaged_checkpoint_is_refused_and_the_previous_offered(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    file = tmp_path / "step-00000002" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    new = {"flipped": content, "cut": content[: len(content) // 2], "empty": b""}
+    if kind == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(new[kind])
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged.*--checkpoint previous"):
+        checkpoints.restore(tmp_path)
+    restored = checkpoints.restore(tmp_path, "previous")
+    assert restored is not None
+    assert restored[1]["step"] == 1
+    again = checkpoints.restore(tmp_path)  # the damaged one is out of the way now
+    assert again is not None
+    assert again[1]["step"] == 1
+
+
+def test_without_a_whole_one_the_message_says_so(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "step-00000001" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state.json is missing.*no other one"):
+        checkpoints.restore(tmp_path)
+    with pytest.raises(CheckpointError, match="no previous"):
+        checkpoints.restore(tmp_path, "previous")
+    write(tmp_path, 2)
+    (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no better"):
+        checkpoints.restore(tmp_path)
+
+
+def test_another_schema_is_refused(tmp_path: Path, monkeypatch) -> None:
+    write(tmp_path, 1)
+    monkeypatch.setattr(checkpoints, "SCHEMA", 2)
+    with pytest.raises(CheckpointError, match="schema 1, this version reads 2"):
+        checkpoints.restore(tmp_path)
