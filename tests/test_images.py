@@ -252,6 +252,9 @@ def test_a_large_set_keeps_its_rows_when_an_image_breaks(tmp_path):
         warnings.simplefilter("error")
         assert shades(data.train) == found
     assert data.train.stand_ins == {1: 3, 2: 3, 4: 5}
+    (tmp_path / "val" / "a" / "000.png").unlink()
+    with pytest.warns(UserWarning, match="stands in"):
+        assert shades(data.validation) == [51, 51]  # the only other one
     last = load(str(tmp_path), GREY, memory=0).train
     (tmp_path / "train" / "a" / "009.png").write_bytes(b"")
     with pytest.warns(UserWarning, match="stands in"):

