@@ -1,4 +1,4 @@
-"""The command line: `flops finetune`, `flops diagnose`, `flops study`."""
+"""The command line: `flops finetune`, `flops compare`, `flops diagnose`, `flops study`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
+from flops.compare_command import Compare
 from flops.engine import ForwardGradient
 from flops.errors import FlopsError
 from flops.estimators import ES, SPSA, Estimator, Exact, LikelihoodRatio
@@ -206,6 +207,7 @@ def _commands(arguments: list[str]) -> Any:
     """All commands; settings of files and presets are defaults that the arguments change."""
     return (
         Annotated[Finetune, subcommand(arguments)]
+        | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Study, tyro.conf.subcommand("study")]
     )

@@ -175,8 +175,13 @@ class Moments:
         def factor(saved: Mapping[str, Any] | None) -> Factor | None:
             if saved is None:
                 return None
-            parts = {n: v.to(dtype) if isinstance(v, Tensor) else v for n, v in saved.items()}
-            return Factor(**parts)
+            matrix, vectors, values = (saved[n] for n in ("matrix", "vectors", "values"))
+            return Factor(
+                None if matrix is None else matrix.to(dtype),
+                vectors.to(dtype),
+                values.to(dtype),
+                float(saved["trace"]),
+            )
 
         channels = factor(kept["channels"])
         assert channels is not None

@@ -1,0 +1,121 @@
+"""`flops compare`: the tables of the paper's section 5.1, for any model and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from flops.compare import Plan, compare
+from flops.methods import METHODS, MethodName
+from flops.options import Config
+from flops.report.comparison import differences, plot, sentence, sweep_table, table
+from flops.report.sheet import Sheet
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare methods: accuracy at equal cost, and at equal epochs with the cost beside it.
+
+    Every method's learning rate and sigma are chosen by the same small sweep on the validation
+    split; give one of each to leave the sweep out. Each run is kept as soon as it is done, and the
+    same command continues where it was stopped. Writes tables.md, results.json and accuracy.png.
+
+    Examples:
+        flops compare --methods bp lr ops-lr shaped-lr --seeds 1 --epochs 3
+        flops compare --methods lr ops-lr --learning-rates 1e-3 --sigmas 1e-3
+        flops compare --data path/to/images --model google/vit-base-patch16-224 --seeds 3
+    """
+
+    methods: tuple[MethodName, ...] = METHODS
+    """Which ones, in the order of the tables."""
+    seeds: int = 5
+    """Runs of each method that are reported."""
+    epochs: int = 8
+    """Epochs of table (b)."""
+    budget: float | None = None
+    """Forward equivalents of table (a); None is what the dearest forward method takes for the
+    epochs."""
+    learning_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
+    """To choose from."""
+    sigmas: tuple[float, ...] = (1e-2, 1e-3)
+    """To choose from."""
+    sweep_epochs: int = 2
+    """Length of a run of the sweep, in epochs of the dearest method."""
+    model: str = Config.model
+    """The bundled tiny-vit, a model id of the hub, or a folder."""
+    data: str = Config.data
+    """The embedded digits, another named data set, a data set id of the hub, or a folder."""
+    queries: float = Config.queries
+    """Mean queries per point and group."""
+    batch: int = Config.batch
+    """Points of a batch."""
+    limit: int | None = None
+    """Most points of each split, for a quick look."""
+    workers: int = 2
+    """Processes, of one thread each; 0 runs in this one."""
+    output: Path = Path("runs/compare")
+    """Folder of results, tables and plot."""
+
+    def run(self) -> None:
+        """Measure, print and write."""
+        console = Console()
+        base = Config(
+            model=self.model,
+            data=self.data,
+            queries=self.queries,
+            batch=self.batch,
+            limit=self.limit,
+        )
+        plan, chosen, results = compare(
+            Plan(
+                self.methods,
+                self.seeds,
+                self.epochs,
+                self.budget,
+                self.learning_rates,
+                self.sigmas,
+                self.sweep_epochs,
+                base,
+                self.output,
+                self.workers,
+                console,
+            )
+        )
+        spread = (
+            f"mean ± standard deviation over {self.seeds} seeds" if self.seeds > 1 else "1 seed"
+        )
+        cost = (
+            "queries: rows under noise; forwards: forward equivalents, 3 per point for "
+            "backpropagation; MB: peak of the process, libraries included."
+        )
+        sheets: list[Sheet | None] = [
+            table(
+                results,
+                "at_budget",
+                f"(a) Equal cost: {plan.budget:,.0f} forward equivalents, {spread}",
+                cost,
+            ),
+            table(results, "at_epochs", f"(b) Equal epochs: {self.epochs}, {spread}", cost),
+            differences(results),
+            sweep_table(chosen),
+        ]
+        seen = sentence(results, self.epochs)
+        written = [sheet.markdown() for sheet in sheets if sheet is not None]
+        (self.output / "tables.md").write_text("\n".join([*written, seen + "\n"]))
+        kept = {
+            "epochs": self.epochs,
+            "budget": plan.budget,
+            "chosen": {m: dataclasses.asdict(c) for m, c in chosen.items()},
+            "results": results,
+        }
+        (self.output / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
+        plot(self.output / "accuracy.png", results)
+        for sheet in sheets:
+            if sheet is not None:
+                console.print(sheet.table())
+        console.print(f"plot: {self.output / 'accuracy.png'}")
+        console.print(seen)

@@ -1,0 +1,118 @@
+"""Comparisons: marks, sweep, tables, and a rerun that reads what is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flops.cli import main
+from flops.compare import SWEEP_SEED, Run
+from flops.report.comparison import differences, sentence, sweep_table, table
+
+pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
+
+
+def run(output: Path, *more: str) -> None:
+    main(
+        [
+            "compare", "--output", str(output), "--methods", "bp", "lr", "shaped-lr",
+            "--seeds", "2", "--epochs", "1", "--limit", "64", "--batch", "32", "--queries", "2",
+            "--workers", "0", "--learning-rates", "1e-3", "--sigmas", "1e-3", *more,
+        ]
+    )  # fmt: skip
+
+
+def evaluation(test: float, cost: float) -> dict[str, Any]:
+    return {
+        "test": test,
+        "accuracy": test,
+        "epoch": 8.0,
+        "queries": 1000,
+        "forward_equivalents": cost,
+        "seconds": 3.0,
+    }
+
+
+def result(budget: float, epochs: float) -> dict[str, Any]:
+    found = {"at_budget": evaluation(budget, 2e6), "at_epochs": evaluation(epochs, 3e5)}
+    return {**found, "curve": list(found.values()), "peak_memory": 2**30}
+
+
+def test_a_comparison_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path)
+    shown = capsys.readouterr().out
+    assert "Equal cost" in shown
+    assert "Equal epochs" in shown
+    assert "At equal cost the forward methods reach" in " ".join(shown.split())
+    kept = json.loads((tmp_path / "results.json").read_text())
+    budget = kept["budget"]
+    for method, found in kept["results"].items():
+        assert len(found) == 2
+        for one in found:
+            a, b = one["at_budget"], one["at_epochs"]
+            assert f"budget {budget:.12g}" in a["marks"]
+            assert "epoch 1" in b["marks"]
+            assert b["epoch"] == 1
+            assert 0.8 * budget < a["forward_equivalents"] <= budget, method
+            assert a["forward_equivalents"] >= b["forward_equivalents"]
+            assert a["test"] is not None
+            assert all(e["test"] is None for e in one["curve"] if e not in (a, b))
+    bp = kept["results"]["bp"][0]
+    assert bp["at_budget"]["epoch"] > 5  # cheaper steps: more of them
+    assert (tmp_path / "accuracy.png").stat().st_size > 5000
+    assert "| shaped-lr | stage |" in (tmp_path / "tables.md").read_text()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cells").rglob("*.json")}
+    assert len(before) == 6
+    run(tmp_path)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "cells").rglob("*.json")} == before
+
+
+def test_the_sweep_looks_at_validation_only(tmp_path: Path) -> None:
+    run(tmp_path, "--methods", "bp", "--learning-rates", "1e-2", "1e-7", "--seeds", "1")
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept["chosen"]["bp"]["learning_rate"] == 1e-2
+    assert len(kept["chosen"]["bp"]["tried"]) == 2
+    swept = [json.loads(p.read_text()) for p in (tmp_path / "cells/sweep").glob("*.json")]
+    assert len(swept) == 2
+    for one in swept:
+        assert one["settings"]["seed"] == SWEEP_SEED
+        assert all(e["test"] is None for e in one["result"]["curve"])
+
+
+def test_no_method_twice(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="different methods"):
+        run(tmp_path, "--methods", "bp", "bp")
+
+
+def test_tables_say_what_was_seen() -> None:
+    results: Any = {
+        "bp": [result(0.95, 0.96), result(0.97, 0.98)],
+        "lr": [result(0.5, 0.4), result(0.6, 0.5)],
+        "ops-lr": [result(0.7, 0.6), result(0.82, 0.7)],
+    }
+    sheet = table(results, "at_budget", "title", "note")
+    assert sheet.rows[1][:3] == ("lr", "leaf", "55.0 ± 7.1")
+    assert sheet.rows[0][1] == "-"
+    assert "2M" in sheet.rows[0]
+    assert "1024" in sheet.rows[0]
+    found = differences(results)
+    assert found is not None
+    (row,) = found.rows
+    assert row == ("ops-lr - lr", "equal cost", "+21.0 ± 12.7")
+    said = sentence(results, 8)
+    assert "ops-lr 76.0, lr 55.0 %" in said
+    assert "ops-lr is 32.0 points below backpropagation" in said
+
+
+def test_one_seed_has_no_differences_and_no_sweep_no_table() -> None:
+    assert differences({"lr": [result(0.5, 0.5)], "mezo": [result(0.1, 0.1)]}) is None
+    assert sweep_table({}) is None
+
+
+def test_a_run_is_a_training_configuration() -> None:
+    run = Run("bp", 1e-3, None, 2, 1e4, "tiny-vit", "digits", 20, 64, test=True, seed=3)
+    config = run.config()
+    assert (config.until, config.seed, config.test, config.output) == ("last", 3, True, None)
