@@ -61,7 +61,7 @@ def test_a_comparison_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert a["test"] is not None
             assert all(e["test"] is None for e in one["curve"] if e not in (a, b))
     bp = kept["results"]["bp"][0]
-    assert bp["at_budget"]["epoch"] > 5  # cheaper steps: more of them
+    assert bp["at_budget"]["epoch"] > 2  # cheaper steps: more of them
     assert (tmp_path / "accuracy.png").stat().st_size > 5000
     assert "| shaped-lr | stage |" in (tmp_path / "tables.md").read_text()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cells").rglob("*.json")}
