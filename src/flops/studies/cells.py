@@ -11,6 +11,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -132,8 +133,7 @@ def _finished(
     pool = ProcessPoolExecutor(
         min(workers, len(cells)),
         context,
-        torch.set_num_threads,
-        (1,),
+        _start_worker,
         max_tasks_per_child=1 if fresh else None,
     )
     try:
@@ -147,6 +147,19 @@ def _finished(
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
+
+
+def _start_worker() -> None:
+    """One thread of torch; and if the parent is killed, the worker ends too."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _attempt(cell: Cell, folder: Path) -> Exception | None:
