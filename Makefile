@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --retries 10 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo quickstart test test-slow lint bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -17,7 +17,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@for try in 1 2 3; do $(PIP) -c constraints.txt -e ".[dev]" && break || { test $$try -lt 3 && sleep 5; }; done
 	@touch $@
 
-demo: $(VENV)/.installed ## Train the bundled ViT on digits with forward passes only
+demo: $(VENV)/.installed ## Compare forward methods with backpropagation on the bundled ViT (minutes)
+	$(BIN)/flops compare --methods bp mezo lr ops-lr shaped-lr --seeds 1 --epochs 3 \
+		--learning-rates 1e-3 --sigmas 1e-3 --output runs/demo
+
+quickstart: $(VENV)/.installed ## Train the bundled ViT on digits with forward passes only
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.installed ## Run the tests (minutes)

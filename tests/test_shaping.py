@@ -655,3 +655,14 @@ def test_a_state_of_another_precision_is_converted() -> None:
     other.load_state_dict(fg.state_dict())
     other.estimate(x.float(), y.float())
     assert other.memory["site"]["moments"][0]["channels"]["matrix"].dtype == torch.float32
+
+
+def test_the_prior_alone_helps_isotropic_queries() -> None:
+    model, x, y = planted(5)
+    truth = flat(exact(model, squared, x, y))
+    prior = engine(model, 8, Shaping(explore=1.0))
+    plain = ForwardGradient(model, squared, [Group(model.target, LikelihoodRatio(1e-7), queries=8)])
+    a = [cosine(step(prior, x, y), truth) for _ in range(60)][-10:]
+    b = [cosine(step(plain, x, y), truth) for _ in range(10)]
+    assert prior.memory["site"]["captured"] == 0
+    assert sum(a) / 10 > sum(b) / 10 + 0.05

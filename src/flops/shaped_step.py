@@ -57,7 +57,7 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
     # At least one of each kind, if there are two draws.
     iso = torch.minimum((draws * share).round().long(), draws - 1).clamp(min=1)
     iso = draws if shaping.explore == 1 else torch.minimum(iso, draws)
-    warm = steps < WARM or bool((iso == draws).all())
+    warm = steps < WARM or (shaping.explore != 1 and bool((iso == draws).all()))
     iso = draws if warm else iso
     full_precision = torch.autocast("cpu", enabled=False)  # the queries keep the user's
     with full_precision:

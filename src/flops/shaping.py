@@ -13,7 +13,8 @@ class Shaping:
     """Options of shaped noise; None is adapted from the data.
 
     Args:
-        explore: Share of isotropic queries, which see what the known directions miss.
+        explore: Share of isotropic queries, which see what the known directions miss; 1 asks in
+            no other way, and what was learned only serves as prior.
         decay: What the second moments keep from step to step.
         unbiased: Add the isotropic queries' leave-one-out residuals, so that the mean is that of
             isotropic noise whatever the directions; noisier.
@@ -53,6 +54,6 @@ class Shaping:
         """
         if self.decay is not None:
             return self.decay, best
-        doubt = min(1.0, max(0.0, now + 4 * spread) / max(FALL * best, 1e-9))
+        doubt = min(1.0, max(0.0, now + 4 * spread) / (FALL * best)) if best > 0 else 1.0
         progress = min(1.0, max(1e-6, 1 - running) / max(1e-6, 1 - best))
         return KEEP * doubt * progress**2, max(best, running) if doubt == 1 else running

@@ -46,6 +46,7 @@ QUERIES = (4, 8, 20, 60)
 GRID_STEPS = 57  # three epochs of batches of 64
 INGREDIENTS: dict[str, dict[str, Any]] = {
     "isotropic noise, averaged": {"method": "isotropic"},
+    "isotropic noise, posterior mean": {"explore": 1.0},
     "isotropic, equal allocation": {"method": "isotropic", "allocator": "equal"},
     "shaped noise": {},
     "shaped, equal allocation": {"allocator": "equal"},
