@@ -85,14 +85,23 @@ class RunFolder:
                 stacklevel=3,
             )
         run = cls(path)
-        checkpoints.clean(path / "checkpoints")
-        restored = checkpoints.restore(path / "checkpoints", which)
+        try:
+            return run, run._set_back(which)
+        except BaseException:
+            run.close()
+            raise
+
+    def _set_back(self, which: str) -> tuple[dict[str, Tensor], Any] | None:
+        """The checkpoint, with the metrics cut back to its step."""
+        place = self.path / "checkpoints"
+        checkpoints.clean(place)
+        restored = checkpoints.restore(place, which)
         size = 0 if restored is None else int(restored[1]["metrics"])
-        if (path / "metrics.jsonl").stat().st_size < size:
-            raise RunFolderError(f"{path / 'metrics.jsonl'} is shorter than at the checkpoint")
-        run._metrics.truncate(size)
-        run._metrics.seek(size)
-        return run, restored
+        if os.fstat(self._metrics.fileno()).st_size < size:
+            file = self.path / "metrics.jsonl"
+            raise RunFolderError(f"{file} is shorter than at the checkpoint; lines are missing")
+        self._metrics.truncate(size)
+        return restored
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line to the metrics."""

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from flops.options import Config
+from flops.options import Config, ConfigError
 from flops.progress import Evaluation, Result
 from flops.results import write_results
 from flops.runs import RunFolder, check_free
@@ -82,7 +82,7 @@ def train(
     elif path is not None:
         check_free(path)
     elif resume:
-        raise ValueError("resume needs the run folder: set `output`")
+        raise ConfigError("resume needs the run folder: set `output`")
     try:
         trainer = Trainer(config)
         if restored is not None:
