@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,17 @@ def small(**changed: Any) -> Config:
 
 class Stop(Exception):
     pass
+
+
+class Signal(Silence):
+    """Asks the process to stop during a step."""
+
+    def __init__(self, number: signal.Signals, times: int = 1) -> None:
+        self.number, self.times = number, times
+
+    def step(self, trainer: Any, line: dict[str, Any]) -> None:
+        for _ in range(self.times if line["step"] == 3 else 0):
+            os.kill(os.getpid(), self.number)
 
 
 class Stopper(Silence):
@@ -162,6 +175,20 @@ def test_the_command_line_resumes(unbroken: Path, tmp_path: Path, capsys) -> Non
         main(["finetune", "--resume", str(tmp_path)])
     with pytest.raises(SystemExit, match="leave --config and --preset"):
         main(["finetune", "--resume", str(moved), "--preset", "tiny"])
+
+
+@pytest.mark.parametrize(
+    ("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)]
+)
+def test_asked_to_stop(number: signal.Signals, times: int, tmp_path: Path) -> None:
+    """The running step is kept, unless one insists."""
+    config, before = small(method="bp", output=str(tmp_path)), signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=Signal(number, times))
+    found = [path.name for path in checkpoints.steps(tmp_path / "checkpoints")]
+    assert found == ["step-00000002", "step-00000003"][: 3 - times]
+    assert signal.getsignal(number) is before
+    assert train(config, resume=True).steps == 12
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_previous_one_goes_on(

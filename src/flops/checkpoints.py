@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flops.errors import FlopsError
-from flops.trees import decode, encode
+from flops.trees import decode, encode, separate
 
 SCHEMA = 1
 KEEP = 2
@@ -52,9 +52,7 @@ def save(folder: Path, step: int, weights: Mapping[str, Tensor], state: Any) -> 
     _remove(scratch)
     scratch.mkdir()
     plain, tensors = encode(state)
-    # Clones: tied weights share memory, and a file holds each of them.
-    copied = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
-    save_file(copied, scratch / "model.safetensors", metadata={"format": "pt"})
+    save_file(separate(weights), scratch / "model.safetensors", metadata={"format": "pt"})
     save_file(tensors, scratch / "state.safetensors")
     _write(scratch / "state.json", {"schema": SCHEMA, "step": step, "state": plain})
     _write(scratch / "checksums.json", {name: _checksum(scratch / name) for name in FILES})

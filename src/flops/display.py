@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flops.progress import Evaluation
+from flops.progress import Evaluation, Result
 from flops.trainer import Trainer
 
 SMOOTH = 20  # steps that the shown loss and signal-to-noise ratio are the mean of
@@ -45,6 +48,17 @@ class Lines:
 
     def close(self) -> None:
         """Nothing is left open."""
+
+    @contextmanager
+    def warnings(self) -> Iterator[None]:
+        """Show warnings as lines of their own, without the place in the code."""
+
+        def show(message: Warning | str, *_: Any, **__: Any) -> None:
+            self.say(f"warning: {message}")
+
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
 
     def say(self, text: str) -> None:
         """Print plainly: no markup, no wrapping, numbers as they are."""
@@ -153,6 +167,17 @@ def opening(trainer: Trainer, folder: Path | None) -> str:
     return (
         f"{config.model} ({trainable:,} parameters) on {data.name} ({len(data.train):,} images, "
         f"{len(data.classes)} classes) with {config.method}{where}{again}"
+    )
+
+
+def closing(result: Result) -> str:
+    """What a run came to and where it is, in two lines."""
+    test = "" if result.test is None else f", test {result.test:.1%}"
+    return (
+        f"validation {result.accuracy:.1%}{test} after {result.steps} steps, "
+        f"{result.queries:,} queries, {result.forward_equivalents:,.0f} forward equivalents, "
+        f"{duration(result.seconds)}; peak memory {result.peak_memory / 2**30:.2f} GiB\n"
+        f"results are in {result.folder}"
     )
 
 

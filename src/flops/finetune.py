@@ -80,30 +80,25 @@ class Finetune:
         if self.print_config:
             sys.stdout.write(json.dumps(self.settings.to_dict(), indent=2) + "\n")
             return
-        from flops.display import display_for
+        from flops.display import closing, display_for
         from flops.runs import new_folder
         from flops.training import train
 
         settings = self._resumed() if self.resume is not None else self.settings
         if settings.output is None:
             settings = dataclasses.replace(settings, output=str(new_folder(settings)))
-        console = Console()
+        display = display_for(Console())
         try:
-            result = train(
-                settings,
-                resume=self.resume is not None,
-                checkpoint=self.checkpoint,
-                display=display_for(console),
-            )
+            with display.warnings():
+                result = train(
+                    settings,
+                    resume=self.resume is not None,
+                    checkpoint=self.checkpoint,
+                    display=display,
+                )
         except KeyboardInterrupt:
             sys.exit(f"stopped; continue with: flops finetune --resume {settings.output}")
-        test = "" if result.test is None else f", test {result.test:.1%}"
-        say = _sayer(console)
-        say(
-            f"validation {result.accuracy:.1%}{test} after {result.steps} steps, "
-            f"{result.queries:,} queries, {result.forward_equivalents:,.0f} forward equivalents"
-        )
-        say(f"results are in {settings.output}")
+        display.say(closing(result))
 
     def _resumed(self) -> Config:
         from flops.runs import read_config
@@ -130,10 +125,3 @@ def subcommand(arguments: Sequence[str]) -> Any:
     wanted = len(arguments) > 0 and arguments[0] == "finetune"
     default = Finetune.defaults(arguments[1:]) if wanted else Finetune()
     return tyro.conf.subcommand("finetune", default=default)
-
-
-def _sayer(console: Console) -> Any:
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    return say

@@ -17,6 +17,7 @@ from flops.options import Config, ConfigError
 from flops.progress import Evaluation, Result
 from flops.results import write_results
 from flops.runs import RunFolder, check_free
+from flops.stopping import Stopping
 from flops.trainer import Trainer
 
 
@@ -74,6 +75,8 @@ def train(
     Raises:
         FlopsError: If the folder, the data, the model and the settings do not fit, or a loss is
             not finite.
+        KeyboardInterrupt: After Ctrl-C or a polite kill, with a checkpoint of the step that was
+            running; a second one stops at once.
     """
     shown, path = display or Silence(), None if config.output is None else Path(config.output)
     folder, restored = None, None
@@ -90,7 +93,8 @@ def train(
         if path is not None and folder is None:  # now that model, data and settings fit
             folder = RunFolder.create(path, config)
         shown.start(trainer, path)
-        _loop(trainer, folder, shown)
+        with Stopping(folder is not None) as stopping:
+            _loop(trainer, folder, shown, stopping)
         peak = peak_memory()
         if folder is not None:
             write_results(trainer, folder.path)
@@ -111,7 +115,7 @@ def train(
     )
 
 
-def _loop(trainer: Trainer, folder: RunFolder | None, display: Display) -> None:
+def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping: Stopping) -> None:
     clock = _Clock(trainer.config, trainer.progress.step)
     while True:
         if marks := trainer.due():
@@ -128,6 +132,9 @@ def _loop(trainer: Trainer, folder: RunFolder | None, display: Display) -> None:
         if folder is not None:
             folder.write(line)
         display.step(trainer, line)
+        if stopping.asked and folder is not None:
+            folder.save(trainer.progress.step, trainer.model.state_dict(), trainer.state_dict())
+            raise KeyboardInterrupt
 
 
 def peak_memory() -> int:

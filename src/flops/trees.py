@@ -22,11 +22,29 @@ Plain = Any  # what json.dumps takes
 def encode(tree: Any) -> tuple[Plain, dict[str, Tensor]]:
     """JSON and the tensors that it refers to by name, all on the CPU.
 
+    The tensors are meant to be written at once: where they can, they share memory with the tree,
+    but never with each other.
+
     Raises:
         TypeError: If the tree holds a value of another type.
     """
     tensors: dict[str, Tensor] = {}
-    return _encode(tree, tensors, ""), tensors
+    plain = _encode(tree, tensors, "")
+    return plain, separate(tensors)
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same contiguous and on the CPU; copied only where two share memory or parts of it."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != plain.nbytes:
+            plain = plain.clone()
+        seen.add(plain.untyped_storage().data_ptr())
+        found[name] = plain
+    return found
 
 
 def decode(plain: Plain, tensors: Mapping[str, Tensor]) -> Any:
@@ -59,7 +77,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Plain:
     if isinstance(value, Tensor):
         flat, order = _flat(value)
         # The file format has no complex doubles.
-        tensors[name] = torch.view_as_real(flat) if value.is_complex() else flat
+        tensors[name] = torch.view_as_real(flat.resolve_conj()) if value.is_complex() else flat
         kept = {"tensor": name, "shape": list(value.shape), "order": order}
         return {**kept, "complex": True} if value.is_complex() else kept
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -81,9 +99,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, list[int]]:
         raise TypeError(f"cannot write a tensor of layout {tensor.layout}")
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
-    # A copy, also of what is contiguous: two tensors must not share memory in a file.
-    plain = tensor.detach().resolve_conj().resolve_neg().permute(order)
-    return plain.clone(memory_format=torch.contiguous_format).cpu(), order
+    return tensor.detach().permute(order), order
 
 
 def _decode(plain: Plain, tensors: Mapping[str, Tensor]) -> Any:

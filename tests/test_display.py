@@ -1,0 +1,58 @@
+"""What a person sees of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import warnings
+
+from rich.console import Console
+
+from flops.display import Lines, Panel, closing, display_for, duration
+from flops.options import Config
+from flops.training import train
+
+SMALL = Config(limit=24, batch=8, queries=4, epochs=2, test=True)
+
+
+def watched(terminal: bool) -> str:
+    out = io.StringIO()
+    display = display_for(Console(file=out, force_terminal=terminal, width=120))
+    assert type(display) is (Panel if terminal else Lines)
+    with display.warnings():
+        result = train(dataclasses.replace(SMALL, method="ops-lr"), display=display)
+    display.say(closing(result))
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+
+
+def test_plain_lines_when_there_is_no_terminal() -> None:
+    shown = watched(terminal=False).splitlines()
+    assert shown[0] == (
+        "bundled (305,994 parameters) on digits (24 images, 10 classes) with ops-lr"
+    )
+    assert [line[:12] for line in shown[1:4]] == ["epoch  0.00 ", "epoch  1.00 ", "epoch  2.00 "]
+    assert re.search(r"loss \d\.\d{4}  validation [\d.]+%  queries [\d,]+  forwards", shown[2])
+    assert "test" in shown[3]
+    assert "test" not in shown[2]
+    assert len(shown) == 6
+
+
+def test_a_live_panel_in_a_terminal() -> None:
+    shown = watched(terminal=True)
+    for part in ("left", "signal to noise", "validation accuracy", "queries", "forwards", "loss"):
+        assert part in shown
+    assert re.search(r"epoch 1\.33, step 4 .* 67%, \d:\d\d left", shown)
+
+
+def test_warnings_are_lines() -> None:
+    out = io.StringIO()
+    display = Lines(Console(file=out))
+    with display.warnings():
+        warnings.simplefilter("always")
+        warnings.warn("two images cannot be read", stacklevel=1)
+    assert out.getvalue() == "warning: two images cannot be read\n"
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 3599, 3723)] == ["0:00", "1:00", "59:59", "1:02:03"]
