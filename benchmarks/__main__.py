@@ -22,6 +22,7 @@ PARTS = {
     "gain": "cosine to the exact gradient with each allocator",
     "allocator": "share of a step that an allocator takes",
     "shaping": "what shaped noise adds to a step",
+    "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
     "reuse": "what a query costs with prefix reuse, counted and timed",
 }
 OUTPUT = Path(__file__).with_name("results.json")
