@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,6 +20,7 @@ from torch import Tensor
 from flops.report.plots import matplotlib_figures
 
 SHOWN = 12  # thumbnails of each end
+WIDE = 10  # times that counts differ before they are drawn on a logarithmic axis
 
 
 def write_counts(
@@ -67,8 +69,10 @@ def plot_allocation(counts: Path, path: Path) -> None:
     top, *rows = figure.subfigures(3, 1, height_ratios=[2, 1, 1])
     seen = found["counts"][found["counts"] >= 0]
     axis = top.subplots()
-    spread = int(seen.max() - seen.min()) if len(seen) else 0
-    axis.hist(seen.numpy(), bins=max(1, min(60, spread + 1)))
+    if len(seen):
+        axis.hist(seen.numpy(), bins=_bins(seen))
+        if int(seen.max()) > WIDE * int(seen.min()) > 0:
+            axis.set_xscale("log")
     axis.set_xlabel("queries of an image when it was last seen, over all groups")
     axis.set_ylabel("images")
     axis.set_title(_title(seen))
@@ -82,6 +86,14 @@ def plot_allocation(counts: Path, path: Path) -> None:
                 label = str(classes[int(found["labels"][point])])[:14]
                 axis.set_title(f"{label}: {int(found['counts'][point])}", fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def _bins(seen: Tensor) -> Any:
+    """Edges of bins, of equal ratio where the counts differ by more than tenfold."""
+    low, high = int(seen.min()), int(seen.max())
+    if high > WIDE * low > 0:
+        return np.geomspace(low, high, 40)
+    return np.linspace(low - 0.5, high + 0.5, min(60, high - low + 1) + 1)
 
 
 def _title(seen: Tensor) -> str:

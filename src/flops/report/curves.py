@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flops.report.plots import matplotlib_figures
+from flops.report.plots import matplotlib_module
 
-SMOOTH = 20  # steps of the running mean, at most a tenth of the run
+SMOOTH = 20  # steps of the running mean, at most a twentieth of the run
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -36,7 +36,8 @@ def plot_curves(metrics: Path, path: Path) -> None:
         ImportError: matplotlib is not installed.
     """
     steps, evaluations = read_metrics(metrics)
-    figure = matplotlib_figures().Figure(figsize=(9, 3.4), layout="constrained")
+    ticker = matplotlib_module("ticker")
+    figure = matplotlib_module("figure").Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     cost = [line["forward_equivalents"] for line in steps]
     losses = np.array([line["loss"] for line in steps], dtype=float)
@@ -53,13 +54,15 @@ def plot_curves(metrics: Path, path: Path) -> None:
     for axis in (left, right):
         axis.set_xlabel("forward equivalents")
         axis.set_xlim(left=0)
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(6))
+        axis.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 200k
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
 def _running_mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
     """Mean over the last steps."""
-    width = max(1, min(SMOOTH, len(values) // 10))
+    width = max(1, min(SMOOTH, len(values) // 20))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - width, 0)

@@ -43,13 +43,22 @@ def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None
 
 
 def matplotlib_figures() -> Any:
-    """The module of figures of matplotlib.
+    """The module of figures of matplotlib; not pyplot, whose windows and state are not needed.
 
     Raises:
         ImportError: If it is not installed; the message says how to get it.
     """
-    try:  # not pyplot: its windows and global state are not needed
-        return importlib.import_module("matplotlib.figure")
+    return matplotlib_module("figure")
+
+
+def matplotlib_module(name: str) -> Any:
+    """A module of matplotlib.
+
+    Raises:
+        ImportError: If it is not installed; the message says how to get it.
+    """
+    try:
+        return importlib.import_module(f"matplotlib.{name}")
     except ImportError as error:
         hint = 'install it with: pip install "flops-torch[plots]"'
         raise ImportError(f"plots need matplotlib ({error}); {hint}") from error
