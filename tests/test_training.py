@@ -175,8 +175,16 @@ def test_a_budget_alone_ends_a_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")  # single coordinates
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_and_reports(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        # DeepZero's pruning alone takes 2,328 passes before the first step.
+        pytest.param(method, marks=pytest.mark.slow if method == "deepzero" else ())
+        for method in METHODS
+    ],
+)
+def test_every_method_runs_and_reports(method: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("flops.training.write_results", lambda *_: None)  # has its own test
     out = tmp_path / "run"
     result = train(small(method=method, output=str(out), limit=20, clip_attention=1.0))
     steps, evaluations = read_metrics(out / "metrics.jsonl")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import tyro
 from rich.console import Console
 
+from flops.errors import FlopsError
 from flops.options import Config, ConfigError, from_dict, preset, read_file
 
 PresetName = Literal["tiny", "vit-base", "vit-large"]
@@ -82,6 +83,7 @@ class Finetune:
             return
         from flops.display import closing, display_for
         from flops.runs import new_folder
+        from flops.tasks.splits import BrokenImageError
         from flops.training import train
 
         settings = self._resumed() if self.resume is not None else self.settings
@@ -96,6 +98,8 @@ class Finetune:
                     checkpoint=self.checkpoint,
                     display=display,
                 )
+        except BrokenImageError as error:  # of data that are decoded batch by batch
+            raise FlopsError(str(error)) from error
         except KeyboardInterrupt:
             sys.exit(f"stopped; continue with: flops finetune --resume {settings.output}")
         display.say(closing(result))
