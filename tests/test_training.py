@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flops.classifying import clip_attention
 from flops.cli import main
 from flops.errors import FlopsError
 from flops.methods import METHODS, PRESETS
@@ -19,7 +20,7 @@ from flops.report.curves import read_metrics
 from flops.runs import RunFolderError, new_folder
 from flops.tasks.images import load
 from flops.tasks.models import load_model
-from flops.trainer import Trainer, clip_attention
+from flops.trainer import Trainer
 from flops.training import train
 
 SMALL = Config(limit=40, batch=16, queries=4, epochs=1, checkpoint_seconds=None)

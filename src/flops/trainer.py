@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flops.classifying import clip_attention, loss_fn, measure
 from flops.errors import FlopsError
 from flops.methods import engine
 from flops.noise import generator
@@ -17,15 +17,9 @@ from flops.progress import Evaluation, Progress, budget_mark, epoch_mark
 from flops.step_report import StepReport
 from flops.tasks.images import ImageData, ImageFormat, load
 from flops.tasks.models import image_format, load_model
-from flops.tasks.vision import logits
 
 ORDER = 0x0D0E  # sets the order of the points apart from other uses of the seed
 LOOK = 16  # rows by which the engine finds out how the model is built
-
-
-def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
-    """Cross-entropy of each point."""
-    return F.cross_entropy(logits(outputs), targets, reduction="none")
 
 
 class Trainer:
@@ -205,31 +199,6 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress.from_dict(state["progress"])
         self.latest = state["latest"].clone()
-
-
-def measure(model: nn.Module, split: Any, batch: int, device: torch.device) -> tuple[float, float]:
-    """Accuracy and mean loss on a split.
-
-    Raises:
-        FlopsError: If it has no points.
-    """
-    if not len(split):
-        raise FlopsError("there is nothing to evaluate on: the split has no points")
-    right, total = 0, 0.0
-    with torch.inference_mode():
-        for rows in torch.arange(len(split)).split(max(64, batch)):
-            pixels, labels = split.batch(rows)
-            outputs, labels = model(pixels.to(device)), labels.to(device)
-            right += int((logits(outputs).argmax(-1) == labels).sum())
-            total += float(loss_fn(outputs, labels).double().sum())
-    return right / len(split), total / len(split)
-
-
-def clip_attention(model: nn.Module, most: float) -> None:
-    """Scale the gradient of all attention parameters down to a norm of at most ``most``."""
-    names = ("attention", "attn")
-    parameters = [p for n, p in model.named_parameters() if any(part in n for part in names)]
-    torch.nn.utils.clip_grad_norm_(parameters, most)
 
 
 def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
