@@ -361,7 +361,8 @@ def test_a_short_last_batch_and_a_single_point(name: str, model: Net) -> None:
         assert all(len(counts) == size for counts in report.counts.values())
     alone = engine(model, name)
     report = alone.estimate(*data(1))
-    assert report.forward_equivalents.clean == 1
+    # Backpropagation brings its own forward pass.
+    assert report.forward_equivalents.clean == (0 if name == "Exact" else 1)
     assert flat(gradients(model)).isfinite().all()
 
 

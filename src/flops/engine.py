@@ -141,7 +141,7 @@ class ForwardGradient:
             loss=float(losses.mean()),
             queries=ledger.rows,
             forward_equivalents=ForwardEquivalents(
-                float(len(losses)), ledger.queries, ledger.local, float(session.probe)
+                self._clean_cost(len(losses)), ledger.queries, ledger.local, float(session.probe)
             ),
             counts={name: s.counts for name, s in named.items()},
             dropped={name: s.dropped for name, s in named.items()},
@@ -207,6 +207,10 @@ class ForwardGradient:
             None if embedding is None else embedding.value[:size],
             self.key(number),
         )
+
+    def _clean_cost(self, size: int) -> float:
+        """One pass per point; backpropagation alone needs none but its own, 3 per point in all."""
+        return float(size) if any(g.estimator.minimum_queries for g in self.groups) else 0.0
 
     def _commit(self, found: Sequence[Gradients]) -> None:
         total: Gradients = {}
