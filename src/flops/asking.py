@@ -121,6 +121,15 @@ class Asked:
             noise[real] = self.noise.rows(points[place], draw)
             yield points, real, noise
 
+    def unfitted(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Points, numbers and noise of the isotropic draws beyond those, shape (rows,)."""
+        real = torch.arange(int(self.iso.max())) < self.iso.unsqueeze(1)
+        points, draws = torch.nonzero(real[:, FITTED:]).unbind(1)
+        size = max(1, BLOCK // self.space.dimensions)
+        for at, draw in zip(points.split(size), (draws + FITTED).split(size), strict=True):
+            if len(at):
+                yield at, draw, self.noise.rows(at, draw)
+
 
 def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: Tensor) -> Asked:
     """Make all queries: slopes of isotropic noise, coordinates of known directions."""

@@ -83,7 +83,7 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
         for i, one in enumerate(fits):  # each point counts by its number of queries
             scores[i] += (one.held_out.square() / squares * count).double().sum()
         fit = fits[0]
-        weights = torch.stack([fit.alpha, fit.without - fit.alpha, r / count], 1)  # (b, 3, n)
+        weights = torch.stack([fit.alpha, fit.without - fit.alpha, r], 1)  # (b, 3, n)
         in_z, in_e = weights @ seen, weights @ e
         within = in_e * torch.stack([prior[points], prior[points], 1.0 * asked.measured[points]], 1)
         # Inside the known directions by their energies, outside of them all alike.
@@ -93,8 +93,17 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
         held_out = (fit.held_out / count).unsqueeze(1)
         correction[points] = fitted[:, 1] + (held_out @ whole).squeeze(1)
         outside[points] = in_z[:, 2] - fitted[:, 2]
-        missed[points] = (r.square() / count).sum(1)
+        missed[points] = r.square().sum(1)
         error[points] = (fit.held_out.square() / count).sum(1)
+    for at, draw, z in asked.unfitted():  # too many to be fitted, but not to be averaged
+        seen = z if space.mask is None else z * space.mask[at]
+        e = known.coordinates(seen)
+        r = asked.w[at, draw] - (asked.c[at] * e).sum(1)
+        rest = seen - known.lift(torch.where(asked.measured[at], e, 0.0))
+        outside.index_add_(0, at, r.unsqueeze(1) * rest)
+        missed.index_add_(0, at, r.square())
+    n = asked.iso.clamp(min=1)
+    outside, missed = outside / n.unsqueeze(1), missed / n
     better = ridge * factors[int(scores.argmin())]
     ridge = min(100.0, max(1e-4, better))
     return Explained(inside, tail, outside, correction, missed, error, ridge)

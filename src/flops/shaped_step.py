@@ -79,7 +79,7 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
         memory["shaped_steps"] = steps + 1
     eta = 1.0
     if warm:
-        delta, error = found.outside, found.energy * space.dimensions / asked.fitted.clamp(min=1)
+        delta, error = found.outside, found.energy * space.dimensions / draws.clamp(min=1)
     else:
         memory["captured"] = after
         memory["ridge"] = found.ridge
@@ -155,7 +155,7 @@ def _captures(asked: Asked, found: Explained) -> list[float]:
     Residuals do not tell the sites apart, so what they miss in all is split by the energies of
     the plain estimates outside, without their noise.
     """
-    n = asked.fitted.clamp(min=1).to(found.missed)
+    n = asked.iso.clamp(min=1).to(found.missed)
     measured, missed = [], []
     for g in asked.space.grids:
         square = g.cut(found.outside).square().sum((1, 2)) - found.missed * g.size / n
@@ -175,7 +175,7 @@ def learn(
     E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was asked.
     """
     space, known = asked.space, asked.known
-    n = asked.fitted.clamp(min=1).to(space.dtype)
+    n = asked.iso.clamp(min=1).to(space.dtype)
     losses = asked.queries.losses
     resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
     live = (found.energy > (10 * resolution) ** 2) & (asked.iso > 0)
