@@ -93,6 +93,26 @@ def test_in_the_right_subspace_the_estimate_is_exact() -> None:
     assert float((step(fg, x, y) - truth).norm() / truth.norm()) < 1e-5
 
 
+def test_with_pairs_it_is_exact_to_rounding() -> None:
+    """Pairs cancel the curvature, so that sigma may be large and rounding small."""
+    model, x, y = planted()
+    estimator = LikelihoodRatio(1e-3, baseline="antithetic", shaping=Shaping())
+    fg = ForwardGradient(model, squared, [Group(model.target, estimator, 8, name="site")])
+    fg.memory["site"] = known(model.reads @ model.reads.T, captured=1.0)
+    truth = flat(exact(model, squared, x, y))
+    assert float((step(fg, x, y) - truth).norm() / truth.norm()) < 1e-12
+
+
+def test_a_learned_subspace_converges_towards_rounding() -> None:
+    model, x, y = planted()
+    estimator = LikelihoodRatio(1e-3, baseline="antithetic", shaping=Shaping())
+    fg = ForwardGradient(model, squared, [Group(model.target, estimator, 16, name="site")])
+    truth = flat(exact(model, squared, x, y))
+    errors = [float((step(fg, x, y) - truth).norm() / truth.norm()) for _ in range(220)]
+    assert errors[0] > 0.1
+    assert max(errors[-5:]) < 1e-7
+
+
 def test_captured_energy_is_the_true_one() -> None:
     model, x, y = planted()
     fg = engine(model, 8, Shaping(explore=0.5))
