@@ -87,6 +87,15 @@ def test_no_method_twice(tmp_path: Path) -> None:
         run(tmp_path, "--methods", "bp", "bp")
 
 
+@pytest.mark.parametrize(
+    "bad", [("--seeds", "0"), ("--epochs", "0"), ("--learning-rates",), ("--sweep-epochs", "0")]
+)
+def test_bad_settings_are_refused_at_once(bad: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="at least"):
+        run(tmp_path, *bad)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tables_say_what_was_seen() -> None:
     results: Any = {
         "bp": [result(0.95, 0.96), result(0.97, 0.98)],

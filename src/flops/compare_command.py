@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flops.compare import Plan, compare
+from flops.errors import FlopsError
 from flops.methods import METHODS, MethodName
 from flops.options import Config
 from flops.report.comparison import differences, plot, sentence, sweep_table, table
@@ -62,6 +63,10 @@ class Compare:
 
     def run(self) -> None:
         """Measure, print and write."""
+        if not (self.learning_rates and self.sigmas):
+            raise FlopsError("give at least one of --learning-rates and of --sigmas")
+        if min(self.seeds, self.epochs, self.sweep_epochs) < 1 or self.workers < 0:
+            raise FlopsError("seeds, epochs, sweep-epochs must be at least 1, workers at least 0")
         console = Console()
         base = Config(
             model=self.model,

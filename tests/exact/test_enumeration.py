@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, Group, LikelihoodRatio
-from flops.estimators import parameter_noise
+from flops.estimators import shared_parameters
 from flops.noise import NoiseStream
 from tests.conftest import cosine, estimate, exact, flat, sign_vectors, squared
 
@@ -75,7 +75,7 @@ def test_shared_parameter_noise(estimator: ES | SPSA, monkeypatch: pytest.Monkey
         part = signs[: model.weight.numel()] if place == 0 else signs[model.weight.numel() :]
         return part.view(parameter.shape).clone()
 
-    monkeypatch.setattr(parameter_noise, "_draw", draw)
+    monkeypatch.setattr(shared_parameters, "_draw", draw)
     groups = [Group(model, estimator, queries=2**size * estimator.unit)]
     found, truth = estimate(model, squared, x, y, groups), exact(model, squared, x, y)
     torch.testing.assert_close(flat(found), flat(truth), rtol=1e-6, atol=1e-12)

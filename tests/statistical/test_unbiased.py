@@ -15,7 +15,7 @@ from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
 from flops import plan as planning
 from flops import queries as querying
 from flops.allocators import Fixed
-from flops.estimators import parameter_noise
+from flops.estimators import shared_parameters
 from tests.conftest import flat, gradients, squared
 from tests.statistical.helpers import REPLICATES, assert_mean
 
@@ -208,12 +208,12 @@ def test_drifting_parameters_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
                 if direction == -1:
                     out = forward(*args, **kwargs)
                 for place, p in enumerate(unit.parameters.values()):
-                    z = parameter_noise._draw(options, queries, draw, number, place, p)
+                    z = shared_parameters._draw(options, queries, draw, number, place, p)
                     p.data.add_(z, alpha=direction * sign * options.sigma)
             return out
 
         return action
 
-    monkeypatch.setattr(parameter_noise, "_shift", shift)
+    monkeypatch.setattr(shared_parameters, "_shift", shift)
     case.samples(estimator, 4)
     assert not unchanged()

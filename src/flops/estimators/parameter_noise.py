@@ -4,15 +4,12 @@ The paper's equation 2 for z ~ N(0, sigma^2 I) added to the parameters:
 
     g = (1/B) sum_j (1/A_j) sum_i (l_ij - b_j) z_ij / sigma^2
 
-Draws are independent per point, or shared by the batch. Shared draws need no more than one
-module's noise at a time: it is made anew from its key whenever it is wanted (the seed trick), and
-a module's parameters point to their perturbed copy only while it runs. The parameters themselves
-are never written to, so they come back bit-exact.
+Draws are independent per point (here; shaped ones in `shaped_parameters`), or shared by the batch
+(`shared_parameters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,8 +18,8 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
+from flops.estimators.shared_parameters import estimate_shared
 from flops.groups import ResolvedGroup
-from flops.local import Gradients
 from flops.noise import Kind, NoiseStream, fill, generator
 from flops.plan import Rows
 from flops.queries import Estimate, Queries
@@ -113,7 +110,7 @@ class ParameterNoise:
         if self.shaping is not None:
             estimate = estimate_shaped_parameters(self, self.shaping, binding, queries)
         else:
-            run = _shared if self.shared else _pointwise
+            run = estimate_shared if self.shared else _pointwise
             estimate = run(self, binding, queries)
         if self._baseline != "none":
             slopes, shaped = estimate.slopes, estimate.shaped
@@ -127,84 +124,6 @@ class ParameterNoise:
         if self._baseline == "antithetic":
             return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
         return (losses - (clean if self._baseline == "clean" else 0.0)) / self.sigma
-
-
-# Shared draws
-
-
-def _shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
-    draws = int(queries.counts[0]) // options.unit
-    signs = (1.0, -1.0)[: options.unit]
-    clean = queries.losses.mean().cpu()
-    gradients: Gradients = {}
-    slopes = []
-    for draw in range(draws):
-        means = []
-        for sign in signs:
-            around = _shift_all(options, units, queries, draw, sign)
-            means.append(queries.batch_mean(units.prefix, around).cpu())
-        w = options._slopes(torch.stack(means), clean.expand(1))
-        slopes.append(w)
-        for number, unit in enumerate(units.units):
-            for parameter, z in _unit_noise(options, queries, draw, number, unit):
-                if parameter not in gradients:
-                    wide = torch.promote_types(torch.float32, parameter.dtype)
-                    gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
-                gradients[parameter].add_(z, alpha=float(w) / draws)
-    return Estimate(gradients, torch.cat(slopes), None, float(units.size))
-
-
-def _draw(
-    options: ParameterNoise,
-    queries: Queries,
-    draw: int,
-    unit: int,
-    place: int,
-    parameter: nn.Parameter,
-) -> Tensor:
-    source = generator(*queries.key, draw, unit, place)
-    z = fill(options.noise, 1, parameter.numel(), source).view(parameter.shape)
-    return z.to(parameter.device, parameter.dtype)
-
-
-def _unit_noise(
-    options: ParameterNoise, queries: Queries, draw: int, number: int, unit: Unit
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    for place, (path, parameter) in enumerate(unit.parameters.items()):
-        z = _draw(options, queries, draw, number, place, parameter)
-        if path in unit.padding:
-            z[unit.padding[path]] = 0
-        yield parameter, z
-
-
-def _shift_all(
-    options: ParameterNoise, units: Units, queries: Queries, draw: int, sign: float
-) -> dict[int, Action]:
-    around: dict[int, Action] = {}
-    for number, unit in enumerate(units.units):
-        action = _shift(options, queries, draw, sign, number, unit)
-        around.update(dict.fromkeys(unit.calls, action))
-    return around
-
-
-def _shift(
-    options: ParameterNoise, queries: Queries, draw: int, sign: float, number: int, unit: Unit
-) -> Action:
-    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        saved = [(p, p.data) for p in unit.parameters.values()]
-        try:
-            with unit.clean_padding():
-                for parameter, z in _unit_noise(options, queries, draw, number, unit):
-                    parameter.data = z.mul_(sign * options.sigma).add_(parameter.data)
-                return forward(*args, **kwargs)
-        finally:
-            for parameter, data in saved:
-                parameter.data = data
-
-    return action
-
-
-# Independent draws
 
 
 def _layout(units: Units) -> tuple[list[Entry], int]:

@@ -1,0 +1,96 @@
+"""Parameter noise that the whole batch shares: MeZO's seed trick.
+
+No more than one module's noise exists at a time: it is made anew from its key whenever it is
+wanted, and a module's parameters point to their perturbed copy only while it runs. The parameters
+themselves are never written to, so they come back bit-exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flops.local import Gradients
+from flops.noise import fill, generator
+from flops.queries import Estimate, Queries
+from flops.script import Action, Forward
+from flops.units import Unit, Units
+
+if TYPE_CHECKING:
+    from flops.estimators.parameter_noise import ParameterNoise
+
+
+def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
+    """Mean losses of the batch under each draw, then the sum of slope * noise."""
+    draws = int(queries.counts[0]) // options.unit
+    signs = (1.0, -1.0)[: options.unit]
+    clean = queries.losses.mean().cpu()
+    gradients: Gradients = {}
+    slopes = []
+    for draw in range(draws):
+        means = []
+        for sign in signs:
+            around = _shift_all(options, units, queries, draw, sign)
+            means.append(queries.batch_mean(units.prefix, around).cpu())
+        w = options._slopes(torch.stack(means), clean.expand(1))
+        slopes.append(w)
+        for number, unit in enumerate(units.units):
+            for parameter, z in _unit_noise(options, queries, draw, number, unit):
+                if parameter not in gradients:
+                    wide = torch.promote_types(torch.float32, parameter.dtype)
+                    gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
+                gradients[parameter].add_(z, alpha=float(w) / draws)
+    return Estimate(gradients, torch.cat(slopes), None, float(units.size))
+
+
+def _draw(
+    options: ParameterNoise,
+    queries: Queries,
+    draw: int,
+    unit: int,
+    place: int,
+    parameter: nn.Parameter,
+) -> Tensor:
+    source = generator(*queries.key, draw, unit, place)
+    z = fill(options.noise, 1, parameter.numel(), source).view(parameter.shape)
+    return z.to(parameter.device, parameter.dtype)
+
+
+def _unit_noise(
+    options: ParameterNoise, queries: Queries, draw: int, number: int, unit: Unit
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for place, (path, parameter) in enumerate(unit.parameters.items()):
+        z = _draw(options, queries, draw, number, place, parameter)
+        if path in unit.padding:
+            z[unit.padding[path]] = 0
+        yield parameter, z
+
+
+def _shift_all(
+    options: ParameterNoise, units: Units, queries: Queries, draw: int, sign: float
+) -> dict[int, Action]:
+    around: dict[int, Action] = {}
+    for number, unit in enumerate(units.units):
+        action = _shift(options, queries, draw, sign, number, unit)
+        around.update(dict.fromkeys(unit.calls, action))
+    return around
+
+
+def _shift(
+    options: ParameterNoise, queries: Queries, draw: int, sign: float, number: int, unit: Unit
+) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        saved = [(p, p.data) for p in unit.parameters.values()]
+        try:
+            with unit.clean_padding():
+                for parameter, z in _unit_noise(options, queries, draw, number, unit):
+                    parameter.data = z.mul_(sign * options.sigma).add_(parameter.data)
+                return forward(*args, **kwargs)
+        finally:
+            for parameter, data in saved:
+                parameter.data = data
+
+    return action
