@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from flops import CoverageError, ForwardGradient, Group, LikelihoodRatio
-from flops.allocators import Fixed
+from flops import ES, SPSA, CoverageError, FlopsError, ForwardGradient, Group, LikelihoodRatio
+from flops.allocators import Equal, Fixed
+from flops.estimators import Exact, mezo
 from tests.conftest import (
     ESTIMATORS,
     cosine,
@@ -104,6 +105,45 @@ def test_report() -> None:
     assert report.forward_equivalents.clean == 6
     assert report.snr["all"] >= 0
     assert report.seconds > 0
+
+
+def passes_of(model: nn.Module) -> list[int]:
+    """Rows of each pass of the model, from here on."""
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    return seen
+
+
+def test_a_step_of_mezo_is_two_passes_and_one_of_backpropagation_is_one() -> None:
+    for groups, rows in ((mezo, [6, 6]), (lambda m: [Group(m, Exact())], [6])):
+        model, (x, y) = mlp(), data()
+        fg = ForwardGradient(model, squared, groups(model))
+        fg.estimate(x, y)  # looks at the structure, too
+        seen = passes_of(model)
+        report = fg.estimate(x, y)
+        assert seen == rows
+        assert report.loss == pytest.approx(squared(model(x), y).mean().item(), rel=1e-3)
+        assert report.forward_equivalents.clean == 0
+        assert report.forward_equivalents == (12 if groups is mezo else 18)
+
+
+def test_the_clean_pass_is_made_as_soon_as_anything_reads_it() -> None:
+    for estimator, allocator in ((SPSA(shared=True), Fixed([2] * 6)), (ES(shared=True), Equal())):
+        model, (x, y) = mlp(), data()
+        report = ForwardGradient(
+            model, squared, [Group(model, estimator, queries=2)], allocator
+        ).estimate(x, y)
+        assert report.forward_equivalents.clean == 6
+        assert report.loss == pytest.approx(squared(model(x), y).mean().item(), rel=1e-5)
+
+
+def test_without_a_clean_pass_a_loss_that_is_not_finite_is_still_an_error() -> None:
+    for groups in (mezo, lambda m: [Group(m, Exact())]):
+        model, (x, y) = mlp(), data()
+        fg = ForwardGradient(model, squared, groups(model))
+        fg.estimate(x, y)
+        with pytest.raises(FlopsError, match=r"finite|NaN|nan"):
+            fg.estimate(x, torch.full_like(y, torch.nan))
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 7, 1000])

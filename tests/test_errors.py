@@ -606,7 +606,7 @@ def test_an_exception_at_any_call_changes_nothing(name: str, error: type[BaseExc
     bomb.calls = 0
     fg.estimate(x, y)
     probe = total - bomb.calls  # calls that only a new kind of input needs
-    assert total > 20
+    assert total >= 20
     values = copy.deepcopy(model.state_dict())
     for at in range(1, total + 1):
         fg = engine()

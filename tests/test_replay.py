@@ -166,7 +166,8 @@ def run(name: str, estimator: Any, reuse: bool, **options: Any) -> tuple[dict[st
     fg = ForwardGradient(model, squared, groups, reuse=reuse, **options)
     report = fg.estimate(x.clone(), y)
     truth = squared(model(x.clone()), y).detach()
-    assert report.loss == pytest.approx(float(truth.mean()), rel=1e-12)
+    near = 1e-12 if report.forward_equivalents.clean else 1e-3  # of the queries, without a pass
+    assert report.loss == pytest.approx(float(truth.mean()), rel=near)
     return gradients(model), report
 
 

@@ -46,6 +46,7 @@ class Spent:
         noise: Trace of the covariance of the gradient; 0 if there is no sampling noise.
         signal_to_noise: Squared length of the gradient over that, the noise taken off.
         shaping: What shaped noise knows, if there is any.
+        loss: Mean loss, of an estimator that reads no clean pass.
     """
 
     gradients: Gradients
@@ -54,6 +55,7 @@ class Spent:
     noise: float
     signal_to_noise: float
     shaping: ShapingReport | None = None
+    loss: float | None = None
 
 
 def floor_of(allocator: Allocator, group: ResolvedGroup) -> int:
@@ -86,7 +88,8 @@ def spend(
     size = queries.size
     if group.estimator.minimum_queries == 0:  # it makes none
         estimate = group.estimator.estimate(binding, queries)
-        return Spent(estimate.gradients, queries.counts, 0, 0.0, float("inf"))
+        none = (0, 0.0, float("inf"))
+        return Spent(estimate.gradients, queries.counts, *none, loss=estimate.loss)
     pilot = allocator.pilot if isinstance(allocator, Learner) else 0
     before = queries.ledger.queries, queries.ledger.rows
     if not pilot:
@@ -120,7 +123,7 @@ def spend(
         queries.memory["query_cost"] = (queries.ledger.queries - before[0]) / max(rows, 1)
         _note_demand(queries.memory, estimate, size, norm)
     shaping = last.shaped.report if last.shaped is not None else None
-    return Spent(gradients, counts, dropped, noise, ratio, shaping)
+    return Spent(gradients, counts, dropped, noise, ratio, shaping, estimate.loss)
 
 
 def total_budgets(

@@ -159,7 +159,7 @@ def compare(plan: Plan) -> tuple[Plan, dict[MethodName, Chosen], dict[MethodName
         ]
         for method, c in chosen.items()
     }
-    every = list(itertools.chain(*cells.values()))
+    every = list(itertools.chain(*zip(*cells.values(), strict=True)))  # seed by seed
     run_cells(every, plan.folder, plan.workers, plan.console, "runs", fresh=True)
     results = {m: [r for c in mine if (r := c.load(plan.folder))] for m, mine in cells.items()}
     return plan, chosen, results

@@ -34,9 +34,9 @@ from flops.guards import (
     slow_attention_path,
     unwrap,
 )
-from flops.layout import Layouts
+from flops.layout import Layout, Layouts
 from flops.local import Gradients, add_gradients
-from flops.replay import Passes
+from flops.replay import Passes, Record
 from flops.session import Session
 from flops.step_report import ForwardEquivalents, StepReport
 
@@ -123,7 +123,7 @@ class ForwardGradient:
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
         spent = []
-        with self.session(inputs, targets, index) as session:
+        with self.session(inputs, targets, index, skip=True) as session:
             for number, group in enumerate(self.groups):
                 spent.append(
                     spend(
@@ -135,13 +135,13 @@ class ForwardGradient:
                     )
                 )
             truth = exact_gradients(self.model, session.passes.batch) if exact else None
-        losses, ledger = session.losses, session.ledger
+        ledger = session.ledger
         named = {group.name: s for group, s in zip(self.groups, spent, strict=True)}
         report = StepReport(
-            loss=float(losses.mean()),
+            loss=_mean_loss(session, [s.loss for s in spent]),
             queries=ledger.rows,
             forward_equivalents=ForwardEquivalents(
-                self._clean_cost(len(losses)), ledger.queries, ledger.local, float(session.probe)
+                session.cost, ledger.queries, ledger.local, float(session.probe)
             ),
             counts={name: s.counts for name, s in named.items()},
             dropped={name: s.dropped for name, s in named.items()},
@@ -158,11 +158,17 @@ class ForwardGradient:
 
     @contextmanager
     def session(
-        self, inputs: Any, targets: Any = None, index: Tensor | Sequence[int] | None = None
+        self,
+        inputs: Any,
+        targets: Any = None,
+        index: Tensor | Sequence[int] | None = None,
+        skip: bool = False,
     ) -> Iterator[Session]:
         """A batch after its clean pass, for queries that start from it; see `flops.session`.
 
         Nothing of the model changes while it is open, and the random state is restored after it.
+        With ``skip`` the clean pass is left out where nothing reads it (MeZO, backpropagation):
+        losses are NaN then.
         """
         if torch.is_inference_mode_enabled():
             raise FlopsError("call estimate outside of torch.inference_mode: it makes gradients")
@@ -175,10 +181,15 @@ class ForwardGradient:
                 layout, probe = self._layouts.find(batch, state)
                 passes = Passes(self.model, self.modules, layout.structure, batch)
                 with torch.no_grad():
-                    losses, record = passes.clean(layout.needed, layout.embedding)
-                    check_deterministic(state, self.modules)
-                    check_finite(losses, "the clean pass")
-                    yield Session(layout, passes, record, losses, places, probe, self.chunk)
+                    record: Record = {}
+                    if skip and not self._reads_clean(layout):
+                        losses, cost = _unknown(layout, batch.size), 0.0
+                    else:
+                        losses, record = passes.clean(layout.needed, layout.embedding)
+                        cost = float(batch.size)
+                        check_deterministic(state, self.modules)
+                        check_finite(losses, "the clean pass")
+                    yield Session(layout, passes, record, losses, places, probe, self.chunk, cost)
                 check_deterministic(state, self.modules)
         finally:
             state.restore()
@@ -208,9 +219,13 @@ class ForwardGradient:
             self.key(number),
         )
 
-    def _clean_cost(self, size: int) -> float:
-        """One pass per point; backpropagation alone needs none but its own, 3 per point in all."""
-        return float(size) if any(g.estimator.minimum_queries for g in self.groups) else 0.0
+    def _reads_clean(self, layout: Layout) -> bool:
+        return (
+            bool(layout.needed)
+            or layout.embedding is not None
+            or not all(isinstance(allocator, Equal) for allocator in self.allocators.values())
+            or any(getattr(g.estimator, "reads_clean", True) for g in self.groups)
+        )
 
     def _commit(self, found: Sequence[Gradients]) -> None:
         total: Gradients = {}
@@ -259,3 +274,15 @@ class ForwardGradient:
         self.allocators = loaded
         self.seed, self.step = int(state["seed"]), int(state["step"])
         self.memory = copy.deepcopy(dict(state["memory"]))
+
+
+def _mean_loss(session: Session, seen: Sequence[float | None]) -> float:
+    """Of the clean pass; without one, what the estimators saw in its place."""
+    if session.cost:
+        return float(session.losses.mean())
+    found = [loss for loss in seen if loss is not None]
+    return sum(found) / len(found)
+
+
+def _unknown(layout: Layout, size: int) -> Tensor:
+    return torch.full((size,), torch.nan, dtype=layout.structure.losses.dtype)

@@ -47,6 +47,7 @@ class Estimate:
             each point, shape (B,).
         directions: Number of noise dimensions if a point's draws are mutually orthogonal, else 0.
         shaped: Energies and errors, where the estimate is not an average over the draws.
+        loss: Mean loss, of an estimator that reads no clean pass.
     """
 
     gradients: Gradients
@@ -55,6 +56,7 @@ class Estimate:
     factors: float | Tensor = 0.0
     directions: int = 0
     shaped: Shaped | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,11 @@ class Queries:
         parts = [(structure.calls[t.first].start, structure.calls[t.last].end) for t in targets]
         return forward + 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in parts)
 
-    def warn_if_rounding(self, differences: Tensor) -> None:
+    def warn_if_rounding(self, differences: Tensor, loss: float | None = None) -> None:
         """Warn, once per group, when loss differences are near the rounding of the loss itself."""
-        unit = torch.finfo(differences.dtype).eps * max(1.0, float(self.losses.abs().median()))
+        if loss is None:
+            loss = float(self.losses.abs().median())
+        unit = torch.finfo(differences.dtype).eps * max(1.0, abs(loss))
         median = float(differences.abs().median())
         if median < ROUNDING_UNITS * unit and not self.memory.get("warned_of_rounding"):
             self.memory["warned_of_rounding"] = True

@@ -21,10 +21,11 @@ class Session:
         layout: Structure of the forward pass and the estimators' bindings.
         passes: Passes over this batch.
         record: Clean outputs that are replayed.
-        losses: Clean losses, shape (B,).
+        losses: Clean losses, shape (B,); NaN if the clean pass was left out.
         places: Positions of the points in the data set, if given.
         probe: Rows that were needed to find the layout.
         chunk: Most rows in one pass.
+        cost: Forward equivalents of the clean pass.
         ledger: What all queries of the session cost.
     """
 
@@ -35,6 +36,7 @@ class Session:
     places: Tensor | None
     probe: int
     chunk: int
+    cost: float
     ledger: Ledger = field(default_factory=Ledger)
 
     def queries(

@@ -80,7 +80,7 @@ class StepReport:
     """What one step saw and cost.
 
     Attributes:
-        loss: Mean clean loss of the batch.
+        loss: Mean clean loss of the batch; of the queries, where no clean pass is made (MeZO).
         queries: Rows run under noise, over all groups.
         forward_equivalents: Cost in passes of one point; its parts are attributes.
         counts: Queries of each point, shape (B,), by group.

@@ -69,8 +69,8 @@ class Trainer:
         """
         rows = self.batches[0][:LOOK]
         pixels, labels = self._batch(rows)
-        with self.fg.session(pixels, labels, index=rows) as session:
-            self.progress.charge("probe", float(session.probe + len(rows)))
+        with self.fg.session(pixels, labels, index=rows, skip=True) as session:
+            self.progress.charge("probe", float(session.probe) + session.cost)
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         pixels, labels = self.data.train.batch(rows)

@@ -32,6 +32,9 @@ class Estimator(Protocol):
         minimum_queries: Fewest queries per point.
         shared: Whether all points of the batch see the same draw; counts must then be equal.
         whole_model: Whether the estimate contains all uses of a parameter wherever they are.
+
+    One that never looks at the clean losses may say so by ``reads_clean = False`` and return the
+    mean loss in its `Estimate`: where nothing else reads it, the clean pass is then left out.
     """
 
     @property

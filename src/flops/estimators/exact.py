@@ -8,6 +8,7 @@ import torch
 
 from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
+from flops.guards import check_finite
 from flops.queries import Estimate, Queries
 from flops.replay import Passes, nothing
 from flops.structure import Use
@@ -27,6 +28,7 @@ class Exact:
     whole_model = True
     unit = 1
     minimum_queries = 0
+    reads_clean = False
 
     def check(self, group: ResolvedGroup) -> None:
         """Any group will do."""
@@ -48,10 +50,12 @@ class Exact:
                     "its parameters (the model detaches, or runs outside torch), so it cannot be "
                     "backpropagated; use LikelihoodRatio, SPSA or ES"
                 )
+            check_finite(losses, "the forward pass")
             gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
         queries.ledger.local += COST * queries.size
         found = zip(parameters, gradients, strict=True)
-        return Estimate({p: g for p, g in found if g is not None})
+        kept = {p: g for p, g in found if g is not None}
+        return Estimate(kept, loss=float(losses.detach().mean()))
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,11 @@ class ParameterNoise:
         return 2 if self._baseline == "antithetic" else 1
 
     @property
+    def reads_clean(self) -> bool:
+        """Pairs of the whole batch need no clean loss."""
+        return not (self.shared and self._baseline == "antithetic")
+
+    @property
     def minimum_queries(self) -> int:
         """One draw per point."""
         return self.unit
@@ -116,7 +121,8 @@ class ParameterNoise:
             slopes, shaped = estimate.slopes, estimate.shaped
             if shaped is not None:  # asked for little things on purpose: take isotropic ones' size
                 slopes = shaped.energy[estimate.points].sqrt()
-            queries.warn_if_rounding((slopes * self.sigma).to(queries.losses.dtype))
+            loss = None if self.reads_clean else estimate.loss
+            queries.warn_if_rounding((slopes * self.sigma).to(queries.losses.dtype), loss)
         return estimate
 
     def _slopes(self, losses: Tensor, clean: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> 
     signs = (1.0, -1.0)[: options.unit]
     clean = queries.losses.mean().cpu()
     gradients: Gradients = {}
-    slopes = []
+    slopes, seen = [], []
     for draw in range(draws):
         means = []
         for sign in signs:
@@ -37,13 +37,15 @@ def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> 
             means.append(queries.batch_mean(units.prefix, around).cpu())
         w = options._slopes(torch.stack(means), clean.expand(1))
         slopes.append(w)
+        seen.append(float(torch.stack(means).mean()))
         for number, unit in enumerate(units.units):
             for parameter, z in _unit_noise(options, queries, draw, number, unit):
                 if parameter not in gradients:
                     wide = torch.promote_types(torch.float32, parameter.dtype)
                     gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
                 gradients[parameter].add_(z, alpha=float(w) / draws)
-    return Estimate(gradients, torch.cat(slopes), None, float(units.size))
+    loss = sum(seen) / draws
+    return Estimate(gradients, torch.cat(slopes), None, float(units.size), loss=loss)
 
 
 def _draw(
