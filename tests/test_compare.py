@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from flops.cli import main
-from flops.compare import SWEEP_SEED, Run
+from flops.compare import SWEEP_SEED, Plan, Run, cost_of_epochs
+from flops.methods import MethodName
+from flops.options import Config
 from flops.report.comparison import differences, sentence, sweep_table, table
+from flops.training import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 
@@ -125,3 +129,14 @@ def test_a_run_is_a_training_configuration() -> None:
     run = Run("bp", 1e-3, None, 2, 1e4, "tiny-vit", "digits", 20, 64, test=True, seed=3)
     config = run.config()
     assert (config.until, config.seed, config.test, config.output) == ("last", 3, True, None)
+
+
+@pytest.mark.parametrize("method", ["lr", "deepzero"])
+def test_the_budget_is_what_the_epochs_cost_also_after_a_dear_first_step(
+    method: MethodName, tmp_path: Path
+) -> None:
+    base = Config(limit=24, batch=8, queries=4)
+    plan = Plan((method,), 1, 2, None, (1e-3,), (1e-3,), 1, base, tmp_path, 0, Console(quiet=True))
+    run = plan.run(method, 1e-3, 1e-3, budget=1.0)
+    spent = train(run.config()).forward_equivalents
+    assert spent <= cost_of_epochs(plan, method) <= 1.05 * spent

@@ -166,13 +166,14 @@ def compare(plan: Plan) -> tuple[Plan, dict[MethodName, Chosen], dict[MethodName
 
 
 def cost_of_epochs(plan: Plan, method: MethodName) -> float:
-    """Forward equivalents of the epochs, by taking one step."""
+    """Forward equivalents of the epochs, by taking two steps: a first one may cost more."""
     trainer = Trainer(plan.run(method, plan.learning_rates[0], plan.sigmas[-1]).config())
-    before = trainer.progress.spent  # looking at the structure
+    trainer.step()
+    before = trainer.progress.spent  # with looking at the structure, pruning
+    points = trainer.points * plan.epochs - plan.base.batch
     trainer.step()
     assert trainer.progress.per_point is not None
-    points = len(trainer.data.train) * plan.epochs
-    return 1.01 * (before + trainer.progress.per_point * points)
+    return 1.01 * (before + trainer.progress.per_point * max(0, points))
 
 
 def _sweep(plan: Plan, method: MethodName) -> Chosen:
