@@ -91,9 +91,9 @@ def spend(
         none = (0, 0.0, float("inf"))
         return Spent(estimate.gradients, queries.counts, *none, loss=estimate.loss)
     pilot = allocator.pilot if isinstance(allocator, Learner) else 0
-    before = queries.ledger.queries, queries.ledger.rows
+    before = replace(queries.ledger)
     if not pilot:
-        counts = _counts(group, allocator, signal)
+        counts = queries.team.first(_counts(group, allocator, signal))
         estimate = group.estimator.estimate(binding, replace(queries, counts=counts))
         _learn(allocator, signal, estimate)
         gradients, noise, last = estimate.gradients, variance(estimate, size), estimate
@@ -110,17 +110,18 @@ def spend(
         early_queries = replace(queries, counts=first, key=(*queries.key, PILOT))
         early = group.estimator.estimate(binding, early_queries)
         _learn(allocator, rest, early)
-        later = _counts(group, allocator, rest)
+        later = queries.team.first(_counts(group, allocator, rest))
         late = group.estimator.estimate(binding, replace(queries, counts=later))
         share = float(first[0]) / (float(first[0]) + float(later.double().mean()))
         noise = share**2 * variance(early, size) + (1 - share) ** 2 * variance(late, size)
         gradients = _combined(early.gradients, late.gradients, share)
         counts, dropped, estimate, last = first + later, 0, early, late
+    queries.settle(before)
     norm = energy(gradients)
     ratio = max(0.0, norm - noise) / noise if noise > 0 else float("inf")
     if isinstance(allocator, Neyman) and allocator.across_groups:
-        rows = queries.ledger.rows - before[1]
-        queries.memory["query_cost"] = (queries.ledger.queries - before[0]) / max(rows, 1)
+        rows = queries.ledger.rows - before.rows
+        queries.memory["query_cost"] = (queries.ledger.queries - before.queries) / max(rows, 1)
         _note_demand(queries.memory, estimate, size, norm)
     shaping = last.shaped.report if last.shaped is not None else None
     return Spent(gradients, counts, dropped, noise, ratio, shaping, estimate.loss)

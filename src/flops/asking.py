@@ -16,7 +16,7 @@ from torch import Tensor
 from flops.directions import Directions
 from flops.moments import Grid
 from flops.noise import Kind, NoiseStream, generator
-from flops.plan import Rows
+from flops.plan import Rows, plan
 from flops.queries import Queries
 
 FITTED = 512  # isotropic draws of a point that are fitted, at most: a fit costs their cube
@@ -143,6 +143,7 @@ def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: T
     # As long as a Gaussian vector over the k directions: above rounding, below curvature.
     length = max(1.0, float(shaped.double().mean())) ** 0.5
     noise = Isotropic(space, queries, iso)
+    found = []
     for rows in queries.chunks(space.unit):
         at, draw = rows.points[:: space.unit], rows.draws[:: space.unit]
         first = draw < iso[at]
@@ -154,8 +155,13 @@ def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: T
             z[~first] = known.rows(number, length).to(z)
         slopes = space.ask(rows, z)
         slopes[~first] /= length
-        c[at[~first], number] = slopes[~first]
-        w[at, draw] = slopes
+        found.append(slopes)
+    slopes, at = queries.everyone(found, space.unit, space.dtype)
+    draw = plan(draws, 1).draws
+    w[at, draw] = slopes
+    known_ones = draw >= iso[at]
+    number = order[at[known_ones], (draw - iso[at])[known_ones]]
+    c[at[known_ones], number] = slopes[known_ones]
     return Asked(space, queries, known, noise, iso, draws, prior, measured, w, c)
 
 

@@ -72,6 +72,12 @@ class Batch:
             )
         return size
 
+    @property
+    def leaves(self) -> list[Any]:
+        """All parts of inputs and targets."""
+        found = [*self._leaves, *self._targets]
+        return [leaf.tensor if isinstance(leaf, Shared) else leaf for leaf in found]
+
     def signature(self) -> tuple[Any, ...]:
         """What the structure of a forward pass may depend on: shapes and types, but for B."""
         shapes: list[tuple[Any, ...]] = []

@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
 from flops.batch import Batch, LossFunction, positions
 from flops.comparison import cosine, exact_gradients
+from flops.distributed import ProcessGroup, Team, fingerprint
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.groups import Group, ResolvedGroup, resolve
@@ -57,6 +58,9 @@ class ForwardGradient:
         chunk: Most rows in one pass of queries or local products; None for a default. The clean
             pass takes the whole batch at once.
         reuse: Replay what lies before the first noise instead of computing it again.
+        process_group: Processes of `torch.distributed` that share the queries of every step;
+            "auto" takes the default group where one is initialised, None runs alone. All of them
+            must call `estimate` with the same batch.
 
     Raises:
         CoverageError: If groups, targets and trainable parameters do not fit together.
@@ -74,6 +78,7 @@ class ForwardGradient:
         seed: int = 0,
         chunk: int | None = None,
         reuse: bool = True,
+        process_group: ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
         if chunk is not None and operator.index(chunk) < 2:
             raise ValueError(f"chunk must be at least 2 rows, not {chunk}")
@@ -83,7 +88,7 @@ class ForwardGradient:
             raise TypeError(f"allocator must be an allocator like Equal(), not {allocator!r}")
         self.model = unwrap(model)
         self.loss_fn, self.embedding, self.reuse = loss_fn, embedding, reuse
-        self.seed = operator.index(seed)
+        self.seed, self.process_group = operator.index(seed), process_group
         self.chunk = chunk or DEFAULT_CHUNK
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
         if groups is None:
@@ -175,6 +180,9 @@ class ForwardGradient:
         batch = Batch(inputs, targets, self.loss_fn)
         places = positions(index, batch.size)
         check_modes(self.modules)
+        team = Team.find(self.process_group)
+        if not team.alone:
+            team.check_same(fingerprint(self.model, batch.leaves, self.step, self.seed))
         state = RandomState()
         try:
             with slow_attention_path(), no_autocast_cache():
@@ -188,8 +196,11 @@ class ForwardGradient:
                         losses, record = passes.clean(layout.needed, layout.embedding)
                         cost = float(batch.size)
                         check_deterministic(state, self.modules)
+                        losses = team.first(losses)
                         check_finite(losses, "the clean pass")
-                    yield Session(layout, passes, record, losses, places, probe, self.chunk, cost)
+                    yield Session(
+                        layout, passes, record, losses, places, probe, self.chunk, cost, team
+                    )
                 check_deterministic(state, self.modules)
         finally:
             state.restore()

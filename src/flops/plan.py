@@ -6,9 +6,10 @@ antithetic pair. Rows are ordered by point and draw and cut into chunks of nearl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.points)
 
+    def part(self, begin: int, end: int) -> Rows:
+        """Some rows that follow each other."""
+        cut = slice(begin, end)
+        return Rows(self.points[cut], self.draws[cut], self.signs[cut], self.weights[cut])
+
 
 def plan(counts: Tensor, unit: int) -> Rows:
     """All rows of a group, in order."""
@@ -108,8 +114,7 @@ def plan(counts: Tensor, unit: int) -> Rows:
 def chunks(rows: Rows, size: int, unit: int) -> Iterator[Rows]:
     """Nearly equal chunks of at most ``size`` rows that keep pairs together."""
     for begin, end in spans(len(rows), size, unit):
-        part = slice(begin, end)
-        yield Rows(rows.points[part], rows.draws[part], rows.signs[part], rows.weights[part])
+        yield rows.part(begin, end)
 
 
 def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:
@@ -123,3 +128,21 @@ def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:
     pieces = -(-count // max(unit, size - size % unit))
     pieces = min(pieces, max(1, count // 2))
     return list(pairwise(unit * (count // unit * i // pieces) for i in range(pieces + 1)))
+
+
+def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
+    """Bounds that share out rows, ``size`` of each cost in turn, at nearly the same cost.
+
+    Returns:
+        ``ranks + 1`` numbers from 0 to the number of rows; rank r has the rows between two of them.
+    """
+    dearest = max(costs, default=1.0)
+    ends = list(accumulate(max(c, 1e-3 * dearest) * size for c in costs))  # a row is never free
+    bounds = [0]
+    for rank in range(1, ranks):
+        wanted = ends[-1] * rank / ranks
+        at = bisect_left(ends, wanted)
+        before = ends[at - 1] if at else 0.0
+        row = at * size + round(size * (wanted - before) / (ends[at] - before))
+        bounds.append(max(bounds[-1], row))
+    return [*bounds, size * len(costs)]

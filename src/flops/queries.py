@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flops.distributed import Team
 from flops.errors import PrecisionWarning
 from flops.guards import check_finite
 from flops.local import Gradients, LocalTarget, add_gradients, local_products
-from flops.plan import Rows, chunks, plan, spans
+from flops.plan import Rows, chunks, plan, shares, spans
 from flops.replay import Edit, Passes, Prefix, Record
 from flops.script import Action
 from flops.step_report import ShapingReport
@@ -77,6 +78,14 @@ class Shaped:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change of the model that all points share: what is replayed, and what calls do instead."""
+
+    prefix: Prefix
+    around: Mapping[int, Action]
+
+
+@dataclass(frozen=True)
 class Queries:
     """One group's part of one step.
 
@@ -88,6 +97,7 @@ class Queries:
         ids: Identity of each point for its noise.
         memory: What the estimator keeps from step to step for this group; part of the state.
             Replace entries, never write into them: a failed step must leave the old ones.
+        team: Processes that share the rows.
     """
 
     name: str
@@ -100,6 +110,7 @@ class Queries:
     chunk: int
     ledger: Ledger
     memory: dict[str, Any]
+    team: Team
 
     @property
     def size(self) -> int:
@@ -107,8 +118,37 @@ class Queries:
         return len(self.losses)
 
     def chunks(self, unit: int) -> Iterator[Rows]:
-        """The rows of all queries, cut into chunks."""
-        return chunks(plan(self.counts, unit), self.chunk, unit)
+        """The rows of all queries, or this process's share of them, cut into chunks."""
+        rows = plan(self.counts, unit)
+        return chunks(rows.part(*self.team.span(len(rows), unit)), self.chunk, unit)
+
+    def everyone(
+        self, mine: Sequence[Tensor], unit: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Slopes of all draws, given those of the chunks that ran here, and their points."""
+        points = plan(self.counts, unit).points[::unit]
+        begin, _ = self.team.span(len(points))
+        slopes = self.team.join(torch.cat([torch.empty(0, dtype=dtype), *mine]), begin, len(points))
+        if not self.team.alone:  # all processes refuse them alike
+            check_finite(slopes, f"queries of group '{self.name}'", points)
+        return slopes, points
+
+    def own(self, unit: int) -> tuple[int, int]:
+        """First and last + 1 of the points whose rows run here, with those that have none."""
+        points = plan(self.counts, unit).points
+        begin, end = self.team.span(len(points), unit)
+        if begin == end:
+            return 0, 0
+        low = int(points[begin]) if begin else 0
+        last = int(points[end - 1]) + 1
+        return low, max(last, int(points[end])) if end < len(points) else self.size
+
+    def settle(self, before: Ledger) -> None:
+        """Charge what the other processes ran since then."""
+        mine = [float(self.ledger.rows - before.rows), self.ledger.queries - before.queries]
+        rows, cost = self.team.sum(mine)
+        self.ledger.rows = before.rows + round(rows)
+        self.ledger.queries = before.queries + cost
 
     def run(
         self,
@@ -120,16 +160,28 @@ class Queries:
     ) -> Tensor:
         """Perturbed losses of rows of these points; charged."""
         losses = self.passes.run(prefix, self.record, points, edits=edits, around=around)
-        check_finite(losses, f"a query of group '{self.name}'", points)
+        if self.team.alone:
+            check_finite(losses, f"a query of group '{self.name}'", points)
         self.ledger.rows += len(points)
         self.ledger.queries += len(points) * (1 - prefix.share)
         return losses
 
-    def batch_mean(self, prefix: Prefix, around: Mapping[int, Action]) -> Tensor:
-        """Mean loss of all points under one change that they share; charged."""
-        parts = [torch.arange(a, b) for a, b in spans(self.size, self.chunk)]
-        losses = [self.run(prefix, points, around=around) for points in parts]
-        return torch.cat(losses).mean()
+    def means(self, changes: Sequence[Change]) -> Tensor:
+        """Mean loss of all points under each change that they share, shape (changes,); charged."""
+        costs = [1 - change.prefix.share for change in changes]
+        bounds = shares(costs, self.size, self.team.size)
+        begin, end = bounds[self.team.rank : self.team.rank + 2]
+        found = [torch.empty(0, dtype=self.losses.dtype)]
+        for number in range(begin // self.size, -(-end // self.size)):
+            change, first = changes[number], number * self.size
+            low, high = max(begin - first, 0), min(end - first, self.size)
+            for a, b in spans(high - low, self.chunk):
+                points = torch.arange(low + a, low + b)
+                found.append(self.run(change.prefix, points, around=change.around).cpu())
+        losses = self.team.join(torch.cat(found), begin, bounds[-1])
+        if not self.team.alone:
+            check_finite(losses, f"queries of group '{self.name}'")
+        return losses.view(len(changes), self.size).mean(1)
 
     def local(
         self,
@@ -137,15 +189,25 @@ class Queries:
         targets: Sequence[LocalTarget],
         deltas: Mapping[int, Mapping[int, Tensor]],
         watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
+        own: tuple[int, int] | None = None,
+        repeat: bool = False,
     ) -> Gradients:
         """Local products of all points; charged. See `flops.local`.
 
-        Deltas of shape (B, ...) have their batch first here. ``watch`` sees the points, each
-        target and its arguments.
+        Args:
+            prefix: What is replayed.
+            targets: In the order in which they end.
+            deltas: Of shape (B, ...), with their batch first here.
+            watch: Sees points, each target and its arguments.
+            own: Points for which this process's deltas are not zero; None if all processes have
+                all of them, then each takes its share of the points.
+            repeat: Take all products in every process instead, and exchange nothing.
         """
         total: Gradients = {}
         calls = self.passes.structure.calls
-        for begin, end in spans(self.size, self.chunk):
+        low, high = (0, self.size) if repeat else own or self.team.span(self.size)
+        for a, b in spans(high - low, self.chunk):
+            begin, end = low + a, low + b
             points = torch.arange(begin, end)
             part = {
                 number: {
@@ -164,10 +226,11 @@ class Queries:
                 watch=None if watch is None else partial(watch, points),
             )
             add_gradients(total, found)
-        self.ledger.local += self.size * self._local_share(prefix, targets)
-        return total
+        self.ledger.local += self.size * self.local_share(prefix, targets)
+        parameters = [p for target in targets for p in target.parameters]
+        return total if repeat else self.team.add_gradients(total, parameters)
 
-    def _local_share(self, prefix: Prefix, targets: Sequence[LocalTarget]) -> float:
+    def local_share(self, prefix: Prefix, targets: Sequence[LocalTarget]) -> float:
         """From the prefix to the last target once, and twice through the targets for a product."""
         structure = self.passes.structure
         last = max(structure.calls[t.last].end for t in targets)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flops.distributed import Team
 from flops.layout import Layout
 from flops.queries import Ledger, Queries
 from flops.replay import Passes, Record
@@ -26,6 +27,7 @@ class Session:
         probe: Rows that were needed to find the layout.
         chunk: Most rows in one pass.
         cost: Forward equivalents of the clean pass.
+        team: Processes that share the rows.
         ledger: What all queries of the session cost.
     """
 
@@ -37,6 +39,7 @@ class Session:
     probe: int
     chunk: int
     cost: float
+    team: Team
     ledger: Ledger = field(default_factory=Ledger)
 
     def queries(
@@ -57,4 +60,5 @@ class Session:
             self.chunk,
             self.ledger,
             memory,
+            self.team,
         )

@@ -25,7 +25,7 @@ from flops.groups import ResolvedGroup
 from flops.local import Gradients
 from flops.noise import generator
 from flops.plan import round_counts
-from flops.queries import Estimate, Queries
+from flops.queries import Change, Estimate, Queries
 from flops.replay import Passes, Prefix, nothing
 from flops.script import Action, Forward
 from flops.structure import Use
@@ -81,20 +81,21 @@ class DeepZero:
 
     def estimate(self, binding: Coordinates, queries: Queries) -> Estimate:
         """One finite difference per coordinate of the set."""
-        clean = queries.losses.mean()
+        clean = queries.losses.mean().cpu()
         gradients: Gradients = {p: torch.zeros_like(p) for *_, p in binding.places}
-        slopes = []
+        changes, places = [], []
         for number, path, chosen in self._coordinates(binding, queries):
             unit = binding.units.units[number]
             parameter = unit.parameters[path]
             for i in chosen:
                 at = torch.unravel_index(i, parameter.shape)  # of any memory format
-                around = dict.fromkeys(unit.calls, _step(unit, parameter, at, self.sigma))
-                moved = queries.batch_mean(binding.prefixes[number], around)
-                slope = (moved - clean) / self.sigma
-                gradients[parameter][at] += slope
-                slopes.append(slope.cpu())
-        w = torch.stack(slopes)
+                step = _step(unit, parameter, at, self.sigma)
+                around: dict[int, Action] = dict.fromkeys(unit.calls, step)
+                changes.append(Change(binding.prefixes[number], around))
+                places.append((parameter, at))
+        w = (queries.means(changes) - clean) / self.sigma
+        for (parameter, at), slope in zip(places, w, strict=True):
+            gradients[parameter][at] += slope.to(parameter.device)
         queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
         return Estimate(gradients)  # no sampling noise: what is missing is zero, not random
 

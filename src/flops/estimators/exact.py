@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
@@ -40,22 +41,29 @@ class Exact:
     def estimate(self, binding: WholeModel, queries: Queries) -> Estimate:
         """Backpropagate the mean loss."""
         parameters = binding.group.parameters
-        passes = queries.passes
+        passes, team = queries.passes, queries.team
+        begin, end = team.span(queries.size)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(parameters)
+        losses = torch.empty(0, dtype=queries.losses.dtype)
         with torch.enable_grad():
-            points = torch.arange(queries.size)
-            losses = passes.run(nothing(passes.structure), {}, points)
-            if not losses.requires_grad:
+            if end > begin:
+                points = torch.arange(begin, end)
+                losses = passes.run(nothing(passes.structure), {}, points)
+            if end > begin and not losses.requires_grad:
                 raise CoverageError(
                     f"group '{binding.group.name}': the loss does not depend differentiably on "
                     "its parameters (the model detaches, or runs outside torch), so it cannot be "
                     "backpropagated; use LikelihoodRatio, SPSA or ES"
                 )
-            check_finite(losses, "the forward pass")
-            gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
+            seen = team.join(losses.detach().cpu(), begin, queries.size)
+            check_finite(seen, "the forward pass")
+            if end > begin:
+                mean = losses.sum() / queries.size if not team.alone else losses.mean()
+                gradients = torch.autograd.grad(mean, parameters, allow_unused=True)
         queries.ledger.local += COST * queries.size
         found = zip(parameters, gradients, strict=True)
-        kept = {p: g for p, g in found if g is not None}
-        return Estimate(kept, loss=float(losses.detach().mean()))
+        kept = team.add_gradients({p: g for p, g in found if g is not None}, parameters)
+        return Estimate(kept, loss=float(seen.mean()))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from flops.trace import LeafEnergies, jacobian_energy
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
+CHEAP = 0.1  # of a forward pass per point
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class LikelihoodRatio:
         delta = torch.zeros(queries.size, binding.size, dtype=dtype, device=device)
         draws = (queries.counts // self.unit).tolist()
         stream = NoiseStream(self.noise, queries.key, queries.ids, draws, binding.size)
-        slopes, points = [], []
+        slopes = []
         for rows in queries.chunks(self.unit):
             once = slice(None, None, self.unit)  # a pair shares its draw
             at = rows.points[once]
@@ -148,14 +149,23 @@ class LikelihoodRatio:
             w = difference.clone().to(dtype) / self.sigma
             accumulate(delta, at, rows.weights[once].to(dtype) * w, z)
             slopes.append(w)
-            points.append(at)
-        w, at = torch.cat(slopes), torch.cat(points)
+        w, at = queries.everyone(slopes, self.unit, dtype)
         if self.baseline != "none":
             queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
-        deltas = binding.split(delta / queries.size)
         energies = LeafEnergies(binding, queries)
-        gradients = queries.local(binding.local_prefix, binding.local, deltas, energies.see)
-        factors = energies.total if energies.closed else jacobian_energy(binding, queries)
+        repeat = not queries.team.alone and _repeat(binding, queries)
+        delta = queries.team.add(delta) if repeat else delta
+        gradients = queries.local(
+            binding.local_prefix,
+            binding.local,
+            binding.split(delta / queries.size),
+            energies.see,
+            own=queries.own(self.unit),
+            repeat=repeat,
+        )
+        factors: Any = queries.team.largest(energies.total)
+        if not energies.closed:
+            factors = jacobian_energy(binding, queries)
         directions = binding.size if self.noise == "orthogonal" else 0
         return Estimate(gradients, w, at, factors, directions)
 
@@ -171,6 +181,16 @@ def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> No
     matrix = torch.zeros(last - first + 1, len(points), dtype=delta.dtype)
     matrix[points - first, torch.arange(len(points))] = weighted
     delta[first : last + 1].addmm_(matrix.to(z.device), z)
+
+
+def _repeat(binding: Sites, queries: Queries) -> bool:
+    """Whether processes exchange deltas and repeat all local products, rather than gradients.
+
+    Of the two the smaller one travels; but products that are dear to repeat never are.
+    """
+    parameters = dict.fromkeys(p for target in binding.local for p in target.parameters)
+    smaller = queries.size * binding.size < sum(p.numel() for p in parameters)
+    return smaller and queries.local_share(binding.local_prefix, binding.local) <= CHEAP
 
 
 def _stage(

@@ -20,8 +20,9 @@ from flops.errors import CoverageError
 from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
 from flops.estimators.shared_parameters import estimate_shared
 from flops.groups import ResolvedGroup
+from flops.local import Gradients
 from flops.noise import Kind, NoiseStream, fill, generator
-from flops.plan import Rows
+from flops.plan import Rows, plan, spans
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.script import Action, Forward
@@ -157,7 +158,7 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
     }
     draws = (queries.counts // options.unit).tolist()
     stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
-    slopes, points = [], []
+    slopes = []
     sizes = torch.full((queries.size,), float(units.size))
     for rows in queries.chunks(options.unit):
         once = slice(None, None, options.unit)
@@ -178,8 +179,48 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
                 sizes[at] += read - entry.unit.size(entry.path)
             _add(gradients[entry.parameter], entry, z, weighted, used)
         slopes.append(w)
-        points.append(at)
-    return Estimate(gradients, torch.cat(slopes), torch.cat(points), sizes)
+    w, at = queries.everyone(slopes, options.unit, dtype)
+    if not queries.team.alone:
+        if any(type(unit.module) is nn.Embedding for unit in units.units):
+            # Which tokens a row reads is known to the process that ran it.
+            gradients = queries.team.add_gradients(gradients, list(gradients))
+            sizes = -queries.team.largest(-sizes)
+        else:
+            gradients = _with_others(options, entries, queries, gradients, w)
+    return Estimate(gradients, w, at, sizes)
+
+
+def _with_others(
+    options: ParameterNoise,
+    entries: list[Entry],
+    queries: Queries,
+    mine: Gradients,
+    slopes: Tensor,
+) -> Gradients:
+    """The sum over all processes, from slopes alone: the noise of the others is made again.
+
+    Process by process, so that all of them sum in the same order.
+    """
+    total = {p: torch.zeros_like(g) for p, g in mine.items()}
+    size = entries[-1].offset + entries[-1].out + entries[-1].rest
+    draws = queries.counts // options.unit
+    stream = NoiseStream("rademacher", queries.key, queries.ids, draws.tolist(), size)
+    whole = plan(draws, 1)
+    for rank in range(queries.team.size):
+        part = mine
+        if rank != queries.team.rank:
+            part = {p: torch.zeros_like(g) for p, g in mine.items()}
+            begin, end = queries.team.span(len(slopes), rank=rank)
+            for a, b in spans(end - begin, max(2, queries.chunk // options.unit)):
+                rows, w = whole.part(begin + a, begin + b), slopes[begin + a : begin + b]
+                z = stream.rows(rows.points, rows.draws).to(w.dtype)
+                weighted = rows.weights.to(w) * w / queries.size
+                for entry in entries:
+                    home = entry.parameter.device
+                    _add(part[entry.parameter], entry, z.to(home), weighted.to(home), None)
+        for parameter, gradient in part.items():
+            total[parameter] += gradient
+    return total
 
 
 def _scaled(z: Tensor, rows: Rows, factor: Tensor, options: ParameterNoise) -> Tensor:

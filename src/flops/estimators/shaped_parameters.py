@@ -73,6 +73,7 @@ def estimate_shaped_parameters(
     )
     space = Space(grids, options.unit, options._isotropic, dtype, ask, options.sigma, names)
     found = shaped_queries(space, shaping, queries)
+    felt.mask = queries.team.largest(felt.mask)  # who ran a row knows which tokens it reads
     mean = (found.delta * felt.mask).mean(0, keepdim=True)  # (1, dimensions)
     gradients: Gradients = {}
     for entry in entries:  # a tied parameter has one for each of its places

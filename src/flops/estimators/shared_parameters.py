@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flops.local import Gradients
 from flops.noise import fill, generator
-from flops.queries import Estimate, Queries
+from flops.queries import Change, Estimate, Queries
 from flops.script import Action, Forward
 from flops.units import Unit, Units
 
@@ -27,25 +27,23 @@ def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> 
     """Mean losses of the batch under each draw, then the sum of slope * noise."""
     draws = int(queries.counts[0]) // options.unit
     signs = (1.0, -1.0)[: options.unit]
-    clean = queries.losses.mean().cpu()
+    means = queries.means(
+        [
+            Change(units.prefix, _shift_all(options, units, queries, draw, sign))
+            for draw in range(draws)
+            for sign in signs
+        ]
+    )
+    slopes = options._slopes(means, queries.losses.mean().cpu())
     gradients: Gradients = {}
-    slopes, seen = [], []
-    for draw in range(draws):
-        means = []
-        for sign in signs:
-            around = _shift_all(options, units, queries, draw, sign)
-            means.append(queries.batch_mean(units.prefix, around).cpu())
-        w = options._slopes(torch.stack(means), clean.expand(1))
-        slopes.append(w)
-        seen.append(float(torch.stack(means).mean()))
+    for draw, w in enumerate(slopes.tolist()):
         for number, unit in enumerate(units.units):
             for parameter, z in _unit_noise(options, queries, draw, number, unit):
                 if parameter not in gradients:
                     wide = torch.promote_types(torch.float32, parameter.dtype)
                     gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
-                gradients[parameter].add_(z, alpha=float(w) / draws)
-    loss = sum(seen) / draws
-    return Estimate(gradients, torch.cat(slopes), None, float(units.size), loss=loss)
+                gradients[parameter].add_(z, alpha=w / draws)
+    return Estimate(gradients, slopes, None, float(units.size), loss=float(means.mean()))
 
 
 def _draw(

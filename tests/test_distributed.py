@@ -1,0 +1,89 @@
+"""Several processes: the same result as one, errors that all of them see, bytes that travel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flops.plan import shares
+from tests.parallel_cases import CASES, train
+
+WORLD = 2
+NAMES = (*CASES, "mezo")
+
+
+def torchrun(*command: str, processes: int = WORLD, **options: Any) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={processes}", *command]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two real processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    command = torchrun("-m", "tests.parallel_cases", str(folder))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_do_what_one_does(name: str, found: list[dict[str, Any]]) -> None:
+    alone, both = train(name), found[0][name]
+    torch.testing.assert_close(both["gradients"], alone["gradients"], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(both["parameters"], alone["parameters"], rtol=1e-9, atol=1e-11)
+    for mine, theirs in zip(both["reports"], alone["reports"], strict=True):
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-9)
+        assert mine[1] == theirs[1]
+        assert mine[2] == pytest.approx(theirs[2])
+        assert mine[3] == theirs[3]
+        assert mine[4] == pytest.approx(theirs[4], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_processes_have_the_same_bits(name: str, found: list[dict[str, Any]]) -> None:
+    first, second = (one[name] for one in found)
+    assert torch.equal(first["parameters"], second["parameters"])
+    assert torch.equal(first["gradients"], second["gradients"])
+    assert first["reports"] == second["reports"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_batches_smaller_than_the_team(size: int, found: list[dict[str, Any]]) -> None:
+    alone = train("leaf", size=size)
+    torch.testing.assert_close(found[0][f"size {size}"]["parameters"], alone["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("batch", "WorkerError: the 2 processes do not have the same batch"),
+        ("model", "WorkerError: the 2 processes do not have the same batch"),
+        ("nan", "NonFiniteLossError"),
+    ],
+)
+def test_what_goes_wrong_on_one_is_an_error_on_all(
+    what: str, said: str, found: list[dict[str, Any]]
+) -> None:
+    for one in found:
+        assert one["refusals"][what].startswith(said)
+
+
+def test_rows_are_shared_out_by_cost() -> None:
+    assert shares([1.0], 10, 2) == [0, 5, 10]
+    assert shares([1.0, 1.0, 1.0, 1.0], 4, 4) == [0, 4, 8, 12, 16]
+    assert shares([3.0, 1.0], 4, 2) == [0, 3, 8]  # 8 of 16 each, to the next row
+    assert shares([1.0], 2, 4) == [0, 0, 1, 2, 2]
+    costs, size, ranks = [0.0, 1.0, 0.5, 2 / 3], 30, 7
+    bounds = shares(costs, size, ranks)
+    assert len(bounds) == ranks + 1
+    work = [sum(costs[r // size] for r in range(a, b)) for a, b in pairwise(bounds)]
+    assert max(work) <= sum(costs) * size / ranks + 1
