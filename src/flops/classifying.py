@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flops.distributed import Team
 from flops.errors import FlopsError
 from flops.tasks.splits import ImageSplit
 from flops.tasks.vision import logits
@@ -19,23 +20,28 @@ def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def measure(
-    model: nn.Module, split: ImageSplit, batch: int, device: torch.device
+    model: nn.Module,
+    split: ImageSplit,
+    batch: int,
+    device: torch.device,
+    team: Team | None = None,
 ) -> tuple[float, float]:
-    """Accuracy and mean loss on a split.
+    """Accuracy and mean loss on a split; the processes of a team take the batches in turn.
 
     Raises:
         FlopsError: If it has no points.
     """
     if not len(split):
         raise FlopsError("there is nothing to evaluate on: the split has no points")
-    right, total = 0, 0.0
+    right, total, team = 0, 0.0, team or Team()
     with torch.inference_mode():
-        for rows in torch.arange(len(split)).split(max(64, batch)):
+        for rows in torch.arange(len(split)).split(max(64, batch))[team.rank :: team.size]:
             pixels, labels = split.batch(rows)
             outputs, labels = model(pixels.to(device)), labels.to(device)
             right += int((logits(outputs).argmax(-1) == labels).sum())
             total += float(loss_fn(outputs, labels).double().sum())
-    return right / len(split), total / len(split)
+    all_right, all_loss = team.sum([right, total])
+    return all_right / len(split), all_loss / len(split)
 
 
 def clip_attention(model: nn.Module, most: float) -> None:

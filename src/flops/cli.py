@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from flops.errors import FlopsError
 from flops.estimators import ES, SPSA, Estimator, Exact, LikelihoodRatio
 from flops.finetune import Finetune, subcommand
 from flops.groups import Group
+from flops.launch import launched
 from flops.shaping import Shaping
 
 if TYPE_CHECKING:
@@ -224,9 +226,12 @@ def main(arguments: list[str] | None = None) -> None:
             args=given,
             config=(tyro.conf.OmitSubcommandPrefixes,),
         )
+        if launched() and not isinstance(command, Finetune):
+            raise FlopsError("torchrun is for `flops finetune`; start this command without it")
         command.run()
     except FlopsError as error:
-        sys.exit(f"flops: {error}")
+        rank = f" (process {os.environ['RANK']})" if launched() else ""
+        sys.exit(f"flops{rank}: {error}")
 
 
 class _silence:

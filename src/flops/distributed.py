@@ -110,7 +110,7 @@ class Team:
             return tensor
         sent = tensor.to(self._device, copy=True)
         self.sent += sent.numel() * sent.element_size() if self.rank == 0 else 0
-        with self._trusting():
+        with self.trusting():
             dist.broadcast(sent, group=self.group, group_src=0)
         return sent.to(tensor.device)
 
@@ -167,12 +167,13 @@ class Team:
     def _reduce(self, tensor: Tensor, how: str = "SUM") -> Tensor:
         home, sent = tensor.device, tensor.to(self._device)
         self.sent += sent.numel() * sent.element_size()
-        with self._trusting():
+        with self.trusting():
             dist.all_reduce(sent, getattr(dist.ReduceOp, how), group=self.group)
         return sent.to(home)
 
     @contextmanager
-    def _trusting(self) -> Iterator[None]:
+    def trusting(self) -> Iterator[None]:
+        """Turn the failure of a message into an error that says what to do."""
         try:
             yield
         except RuntimeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Finetune:
     $ flops finetune --epochs None --budget 200000  # stop by cost
     $ flops finetune --print-config > run.json  # all settings, to be edited
     $ flops finetune --config run.json --seed 1
+    $ torchrun --nproc-per-node 2 -m flops finetune  # two processes share the queries
     """
 
     preset: PresetName | None = None
@@ -87,9 +89,10 @@ class Finetune:
         from flops.training import train
 
         settings = self._resumed() if self.resume is not None else self.settings
-        if settings.output is None:
+        if settings.output is None:  # process 0 alone writes, whatever the others call it
             settings = dataclasses.replace(settings, output=str(new_folder(settings)))
-        display = display_for(Console())
+        first = os.environ.get("RANK", "0") == "0"  # the one that speaks, under torchrun
+        display = display_for(Console(quiet=not first))
         try:
             with display.warnings():
                 result = train(
@@ -101,8 +104,11 @@ class Finetune:
         except BrokenImageError as error:  # of data that are decoded batch by batch
             raise FlopsError(str(error)) from error
         except KeyboardInterrupt:
+            if not first:
+                sys.exit(130)
             sys.exit(f"stopped; continue with: flops finetune --resume {settings.output}")
-        display.say(closing(result))
+        if first:
+            display.say(closing(result))
 
     def _resumed(self) -> Config:
         from flops.runs import read_config

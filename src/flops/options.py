@@ -91,12 +91,14 @@ class Config:
     """Steps between two checkpoints; None for none by steps."""
     checkpoint_seconds: float | None = 60.0
     """Seconds between two checkpoints; None for none by time."""
+    timeout: float = 600.0
+    """Seconds to wait for another process, under torchrun, before the run is given up."""
     output: str | None = None
     """Run folder; None makes a new one in runs/."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("queries", "batch", "learning_rate", "stages", "evaluate_every"):
+        for name in ("queries", "batch", "learning_rate", "stages", "evaluate_every", "timeout"):
             self._need(getattr(self, name) > 0, name, "greater than 0")
         for name in ("epochs", "budget", "clip_attention", "checkpoint_steps", "limit"):
             value = getattr(self, name)

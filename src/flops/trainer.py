@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.classifying import clip_attention, loss_fn, measure
+from flops.distributed import Team
 from flops.errors import FlopsError
 from flops.methods import engine
 from flops.noise import generator
@@ -29,12 +30,13 @@ class Trainer:
         config: What to train.
 
     Attributes:
+        team: Processes that train together.
         latest: Queries that each training point got when it was last seen, over all groups;
             -1 for a point that was not seen yet.
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.team = config, Team.find("auto")
         self.device = _device(config.device)
         self.model, self.format, self.data = _load(config)
         self.model.to(self.device).eval()
@@ -152,10 +154,11 @@ class Trainer:
 
     def evaluate(self, marks: list[str]) -> Evaluation:
         """Look at the validation split, and at a stop, if asked, at the test split."""
-        accuracy, loss = measure(self.model, self.data.validation, self.config.batch, self.device)
+        how = (self.config.batch, self.device, self.team)
+        accuracy, loss = measure(self.model, self.data.validation, *how)
         test = None
         if self.config.test and set(marks) & set(self.stops):
-            test, _ = measure(self.model, self.data.test, self.config.batch, self.device)
+            test, _ = measure(self.model, self.data.test, *how)
         progress = self.progress
         found = Evaluation(
             progress.step,

@@ -8,11 +8,14 @@ run that continues from a checkpoint does what an unbroken one does, bit for bit
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from flops.distributed import Team
+from flops.launch import joined, share
 from flops.options import Config, ConfigError
 from flops.progress import Evaluation, Result
 from flops.results import write_results
@@ -69,31 +72,40 @@ def train(
         checkpoint: "last", or "previous" if the last one is damaged.
         display: Watches the run; None for nothing.
 
+    Under torchrun the processes share the queries of every step; process 0 alone writes.
+
     Returns:
         All evaluations and what the run cost.
 
     Raises:
-        FlopsError: If the folder, the data, the model and the settings do not fit, or a loss is
-            not finite.
+        FlopsError: If the folder, the data, the model and the settings do not fit, a loss is
+            not finite, or another process of the run died.
         KeyboardInterrupt: After Ctrl-C or a polite kill, with a checkpoint of the step that was
             running; a second one stops at once.
     """
-    shown, path = display or Silence(), None if config.output is None else Path(config.output)
+    with joined(config.timeout, config.device) as team:
+        if team.rank:  # process 0 has the folder and the display
+            config, display = dataclasses.replace(config, output=None), None
+        return _train(config, resume, checkpoint, display or Silence(), team)
+
+
+def _train(config: Config, resume: bool, checkpoint: str, shown: Display, team: Team) -> Result:
+    path = None if config.output is None else Path(config.output)
     folder, restored = None, None
     if path is not None and resume:
         folder, restored = RunFolder.reopen(path, checkpoint)
     elif path is not None:
         check_free(path)
-    elif resume:
+    elif resume and team.rank == 0:
         raise ConfigError("resume needs the run folder: set `output`")
     try:
         trainer = Trainer(config)
-        if restored is not None:
+        if (restored := share(team, restored)) is not None:
             trainer.load_state_dict(*restored)
         if path is not None and folder is None:  # now that model, data and settings fit
             folder = RunFolder.create(path, config)
         shown.start(trainer, path)
-        with Stopping(folder is not None) as stopping:
+        with Stopping(folder is not None or team.rank > 0) as stopping:
             _loop(trainer, folder, shown, stopping)
         peak = peak_memory()
         if folder is not None:
@@ -132,8 +144,9 @@ def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping
         if folder is not None:
             folder.write(line)
         display.step(trainer, line)
-        if stopping.asked and folder is not None:
-            folder.save(trainer.progress.step, trainer.model.state_dict(), trainer.state_dict())
+        if trainer.team.any(stopping.asked):  # all at the same step
+            if folder is not None:
+                folder.save(trainer.progress.step, trainer.model.state_dict(), trainer.state_dict())
             raise KeyboardInterrupt
 
 
