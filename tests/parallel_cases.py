@@ -28,6 +28,7 @@ from flops import (
 )
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator
+from flops.distributed import Team
 from flops.estimators import mezo
 
 STEPS = 8
@@ -74,7 +75,7 @@ def batch(step: int, size: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     return words, torch.randn(size, 3, generator=source, dtype=torch.float64), index
 
 
-def train(name: str, group: Any = "auto", size: int = 6) -> dict[str, Any]:
+def train(name: str, size: int = 6, group: Any = "auto") -> dict[str, Any]:
     """Some steps; what they found, and the parameters at the end."""
     torch.manual_seed(0)
     model = Words().double()
@@ -83,7 +84,8 @@ def train(name: str, group: Any = "auto", size: int = 6) -> dict[str, Any]:
     groups = [Group(m, estimator, 6, name=f"part {i}") for i, m in enumerate(parts)]
     if name == "mezo":
         groups = mezo(model)
-    fg = ForwardGradient(model, losses, groups, allocator(), process_group=group, chunk=8)
+    team = Team.find(group)
+    fg = ForwardGradient(model, losses, groups, allocator(), process_group=team, chunk=8)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     found: dict[str, Any] = {"reports": []}
     for step in range(STEPS):
@@ -94,6 +96,7 @@ def train(name: str, group: Any = "auto", size: int = 6) -> dict[str, Any]:
         counts = {n: c.tolist() for n, c in report.counts.items()}
         found["reports"].append((report.loss, report.queries, cost, counts, dict(report.snr)))
         optimizer.step()
+    found["sent"] = team.sent / STEPS
     found["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
     found["gradients"] = torch.cat(
         [p.grad.flatten() for p in model.parameters() if p.grad is not None]

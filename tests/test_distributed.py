@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flops.plan import shares
-from tests.parallel_cases import CASES, train
+from tests.parallel_cases import CASES, STEPS, train
 
 WORLD = 2
 NAMES = (*CASES, "mezo")
@@ -75,6 +75,22 @@ def test_what_goes_wrong_on_one_is_an_error_on_all(
 ) -> None:
     for one in found:
         assert one["refusals"][what].startswith(said)
+
+
+@pytest.mark.parametrize("name", ["mezo", "spsa shared", "es shared", "deepzero"])
+def test_parameter_noise_sends_scalars_only(name: str, found: list[dict[str, Any]]) -> None:
+    counts = found[0][name]["reports"][-1][3]
+    rows = sum(sum(c) for c in counts.values())
+    pruning = 4 * 3 * 2 * 4 * 6 * 8 / STEPS if name == "deepzero" else 0  # in the first step
+    # Losses of the rows, counts and clean losses of the points, a dozen numbers for checks.
+    assert found[0][name]["sent"] <= 8 * (rows + 4 * 6 + 4 * len(counts) + 12) + pruning
+
+
+def test_likelihood_ratio_sends_a_gradient_and_scalars(found: list[dict[str, Any]]) -> None:
+    for name in ("block", "leaf"):
+        parameters, rows = len(found[0][name]["parameters"]), 3 * 36
+        least, most = 8 * 0.2 * parameters, 8 * (parameters + 3 * rows)
+        assert least < found[0][name]["sent"] < most + 8 * parameters  # energies: first 8 steps
 
 
 def test_rows_are_shared_out_by_cost() -> None:

@@ -44,17 +44,21 @@ class Team:
         group: Their process group; None for one process.
         rank: Number of this process.
         size: How many there are.
-        sent: Bytes that this process has put into messages.
+        sent: Size in bytes of the messages that this process took part in.
+        messages: How many.
     """
 
     group: ProcessGroup | None = None
     rank: int = 0
     size: int = 1
     sent: int = field(default=0, compare=False)
+    messages: int = field(default=0, compare=False)
 
     @classmethod
-    def find(cls, group: ProcessGroup | Literal["auto"] | None) -> Team:
+    def find(cls, group: ProcessGroup | Team | Literal["auto"] | None) -> Team:
         """The team of a process group; "auto" takes the default one if it is initialised."""
+        if isinstance(group, Team):
+            return group
         if group is None or not dist.is_available() or not dist.is_initialized():
             return cls()
         chosen = None if isinstance(group, str) else group
@@ -79,13 +83,15 @@ class Team:
             return mine
         whole = torch.zeros(total, dtype=mine.dtype)
         whole[begin : begin + len(mine)] = mine
-        return self._reduce(whole)  # of one value and zeros: nothing is rounded
+        return self._message(whole, "SUM")  # of one value and zeros: nothing is rounded
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the processes."""
         if self.alone:
             return list(values)
-        found: list[float] = self._reduce(torch.tensor(values, dtype=torch.float64)).tolist()
+        found: list[float] = self._message(
+            torch.tensor(values, dtype=torch.float64), "SUM"
+        ).tolist()
         return found
 
     def any(self, flag: bool) -> bool:
@@ -97,22 +103,18 @@ class Team:
         if self.alone:
             return tensor
         flat = tensor.contiguous().view(-1)
-        parts = [self._reduce(part.clone()).to(flat.device) for part in flat.split(BUCKET)]
-        return torch.cat(parts).view(tensor.shape) if parts else tensor
+        parts = [self._message(part, "SUM") for part in flat.split(BUCKET)]
+        return torch.cat(parts).view(tensor.shape)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Largest of the processes' values, entry by entry."""
-        return tensor if self.alone else self._reduce(tensor.clone(), "MAX")
+        return tensor if self.alone else self._message(tensor, "MAX")
 
     def first(self, tensor: Tensor) -> Tensor:
         """That of process 0, so that a last digit cannot make two different plans."""
         if self.alone:
             return tensor
-        sent = tensor.to(self._device, copy=True)
-        self.sent += sent.numel() * sent.element_size() if self.rank == 0 else 0
-        with self.trusting():
-            dist.broadcast(sent, group=self.group, group_src=0)
-        return sent.to(tensor.device)
+        return self._message(tensor, "FIRST")
 
     def add_gradients(
         self, found: dict[nn.Parameter, Tensor], parameters: Iterable[nn.Parameter]
@@ -149,7 +151,7 @@ class Team:
         if self.alone:
             return
         mine = torch.tensor(values, dtype=torch.float64)
-        most = self._reduce(torch.cat([mine, -mine]), "MAX")
+        most = self._message(torch.cat([mine, -mine]), "MAX")
         high, low = most[: len(mine)], -most[len(mine) :]
         if not torch.allclose(high, low, rtol=1e-6, atol=1e-12, equal_nan=True):
             raise WorkerError(
@@ -164,11 +166,21 @@ class Team:
         nccl = dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
-    def _reduce(self, tensor: Tensor, how: str = "SUM") -> Tensor:
+    def _message(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
+        """A copy that holds the sum, the largest, or the values of process 0."""
+        self.sent += tensor.numel() * tensor.element_size()
+        self.messages += 1
+        return self.exchange(tensor.clone(), how)
+
+    def exchange(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
+        """Send a tensor that may be written to; simulations of large teams replace this."""
         home, sent = tensor.device, tensor.to(self._device)
-        self.sent += sent.numel() * sent.element_size()
         with self.trusting():
-            dist.all_reduce(sent, getattr(dist.ReduceOp, how), group=self.group)
+            if how == "FIRST":
+                dist.broadcast(sent, group=self.group, group_src=0)
+            else:
+                operation = dist.ReduceOp.SUM if how == "SUM" else dist.ReduceOp.MAX
+                dist.all_reduce(sent, operation, group=self.group)
         return sent.to(home)
 
     @contextmanager
