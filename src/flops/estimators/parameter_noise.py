@@ -41,6 +41,7 @@ from flops.units import Unit, Units, find_units
 
 Baseline = Literal["clean", "antithetic", "none"]
 SharedKind = Literal["gaussian", "rademacher"]
+FEW = 8  # processes whose sums are kept apart
 
 
 @dataclass(frozen=True)
@@ -199,18 +200,20 @@ def _with_others(
 ) -> Gradients:
     """The sum over all processes, from slopes alone: the noise of the others is made again.
 
-    Process by process, so that all of them sum in the same order.
+    Process by process, so that all of them sum in the same order; many of them make all of it
+    again, for a sum over processes would take longer than the noise.
     """
     total = {p: torch.zeros_like(g) for p, g in mine.items()}
     size = entries[-1].offset + entries[-1].out + entries[-1].rest
     draws = queries.counts // options.unit
     stream = NoiseStream("rademacher", queries.key, queries.ids, draws.tolist(), size)
-    whole = plan(draws, 1)
-    for rank in range(queries.team.size):
+    whole, team = plan(draws, 1), queries.team
+    spans_of = [team.span(len(slopes), rank=rank) for rank in range(team.size)]
+    few = team.size <= FEW
+    for rank, (begin, end) in enumerate(spans_of if few else [(0, len(slopes))]):
         part = mine
-        if rank != queries.team.rank:
+        if rank != team.rank or not few:
             part = {p: torch.zeros_like(g) for p, g in mine.items()}
-            begin, end = queries.team.span(len(slopes), rank=rank)
             for a, b in spans(end - begin, max(2, queries.chunk // options.unit)):
                 rows, w = whole.part(begin + a, begin + b), slopes[begin + a : begin + b]
                 z = stream.rows(rows.points, rows.draws).to(w.dtype)
