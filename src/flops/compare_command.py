@@ -40,7 +40,7 @@ class Compare:
     budget: float | None = None
     """Forward equivalents of table (a); None is what the dearest forward method takes for the
     epochs."""
-    learning_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
+    learning_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
     """To choose from."""
     sigmas: tuple[float, ...] = (1e-2, 1e-3)
     """To choose from."""

@@ -125,7 +125,9 @@ class Trainer:
             progress.epoch % config.evaluate_every == 0 or progress.epoch == config.epochs
         ):
             found.append(epoch_mark(progress.epoch))
-        after = progress.spent + (progress.per_point or 0.0) * len(self.batches[progress.position])
+        # The first step says nothing about the next: it may have looked at the model, or pruned.
+        per_point = (progress.per_point or 0.0) if progress.step > 1 else 0.0
+        after = progress.spent + per_point * len(self.batches[progress.position])
         budgets = [*config.marks, *([] if config.budget is None else [config.budget])]
         if progress.step:
             found += [budget_mark(b) for b in sorted(set(budgets)) if after > b * (1 + 1e-12)]
