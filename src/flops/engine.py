@@ -21,28 +21,22 @@ from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
 from flops.batch import Batch, LossFunction, positions
+from flops.chunking import free_room, rows_for
 from flops.comparison import cosine, exact_gradients
 from flops.distributed import ProcessGroup, Team, fingerprint
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.groups import Group, ResolvedGroup, resolve
 from flops.guards import (
-    RandomState,
-    check_deterministic,
-    check_finite,
     check_modes,
-    no_autocast_cache,
-    slow_attention_path,
     unwrap,
 )
 from flops.layout import Layout, Layouts
 from flops.local import Gradients, add_gradients
-from flops.replay import Passes, Record
-from flops.session import Session
+from flops.session import Session, opened
 from flops.step_report import ForwardEquivalents, StepReport
 
 SCHEMA = 1
-DEFAULT_CHUNK = 256
 
 
 class ForwardGradient:
@@ -55,8 +49,8 @@ class ForwardGradient:
         allocator: How a group's budget is spread over the points; each group gets a copy.
         embedding: Module (or its name) whose output allocators may compare points by.
         seed: Key of all noise.
-        chunk: Most rows in one pass of queries or local products; None for a default. The clean
-            pass takes the whole batch at once.
+        chunk: Most rows in one pass of queries or local products; None goes by the free memory. The
+            clean pass takes the whole batch at once.
         reuse: Replay what lies before the first noise instead of computing it again.
         process_group: Processes of `torch.distributed` that share the queries of every step;
             "auto" takes the default group where one is initialised, None runs alone. All of them
@@ -89,7 +83,8 @@ class ForwardGradient:
         self.model = unwrap(model)
         self.loss_fn, self.embedding, self.reuse = loss_fn, embedding, reuse
         self.seed, self.process_group = operator.index(seed), process_group
-        self.chunk = chunk or DEFAULT_CHUNK
+        self.chunk = chunk
+        self._room: int | None = None
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
         if groups is None:
             groups = automatic_groups(self.modules, LikelihoodRatio())
@@ -183,27 +178,16 @@ class ForwardGradient:
         team = Team.find(self.process_group)
         if not team.alone:
             team.check_same(fingerprint(self.model, batch.leaves, self.step, self.seed))
-        state = RandomState()
-        try:
-            with slow_attention_path(), no_autocast_cache():
-                layout, probe = self._layouts.find(batch, state)
-                passes = Passes(self.model, self.modules, layout.structure, batch)
-                with torch.no_grad():
-                    record: Record = {}
-                    if skip and not self._reads_clean(layout):
-                        losses, cost = _unknown(layout, batch.size), 0.0
-                    else:
-                        losses, record = passes.clean(layout.needed, layout.embedding)
-                        cost = float(batch.size)
-                        check_deterministic(state, self.modules)
-                        losses = team.first(losses)
-                        check_finite(losses, "the clean pass")
-                    yield Session(
-                        layout, passes, record, losses, places, probe, self.chunk, cost, team
-                    )
-                check_deterministic(state, self.modules)
-        finally:
-            state.restore()
+        if self.chunk is None and self._room is None:
+            self._room = int(team.first(torch.tensor(free_room(self.model))))
+
+        def rows(layout: Layout) -> int:
+            return self.chunk or rows_for(self._room or 0, layout.structure, layout.noise)
+
+        reads = self._reads_clean if skip else None
+        with opened(self.model, self.modules, self._layouts, batch, reads, rows, team) as session:
+            session.places = places
+            yield session
 
     def embed_points(self) -> None:
         """Also look at embeddings, though no allocator of this engine wants them."""
@@ -257,6 +241,7 @@ class ForwardGradient:
             "schema": SCHEMA,
             "seed": self.seed,
             "step": self.step,
+            "room": self._room,
             "groups": [group.name for group in self.groups],
             "allocators": {n: copy.deepcopy(a.state_dict()) for n, a in self.allocators.items()},
             "memory": copy.deepcopy(self.memory),
@@ -284,6 +269,7 @@ class ForwardGradient:
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
         self.allocators = loaded
         self.seed, self.step = int(state["seed"]), int(state["step"])
+        self._room = state.get("room")
         self.memory = copy.deepcopy(dict(state["memory"]))
 
 
@@ -293,7 +279,3 @@ def _mean_loss(session: Session, seen: Sequence[float | None]) -> float:
         return float(session.losses.mean())
     found = [loss for loss in seen if loss is not None]
     return sum(found) / len(found)
-
-
-def _unknown(layout: Layout, size: int) -> Tensor:
-    return torch.full((size,), torch.nan, dtype=layout.structure.losses.dtype)

@@ -19,6 +19,7 @@ from flops.estimators.base import Binding
 from flops.groups import ResolvedGroup
 from flops.guards import Buffers, RandomState, check_deterministic, check_finite
 from flops.replay import Passes
+from flops.sites import Sites
 from flops.structure import FEW, MORE, Structure, inspect
 
 MOST = 256  # a layout is small: the outputs of its few rows are let go
@@ -40,6 +41,11 @@ class Layout:
     def needed(self) -> frozenset[int]:
         """Calls whose clean outputs must be recorded."""
         return frozenset().union(*(binding.needed for binding in self.bindings))
+
+    @property
+    def noise(self) -> int:
+        """Most noise values on the outputs of a row."""
+        return max((b.size for b in self.bindings if isinstance(b, Sites)), default=0)
 
 
 class Layouts:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flops.batch import Batch
 from flops.distributed import Team
-from flops.layout import Layout
+from flops.guards import (
+    RandomState,
+    check_deterministic,
+    check_finite,
+    no_autocast_cache,
+    slow_attention_path,
+)
+from flops.layout import Layout, Layouts
 from flops.queries import Ledger, Queries
 from flops.replay import Passes, Record
 
@@ -35,11 +45,11 @@ class Session:
     passes: Passes
     record: Record
     losses: Tensor
-    places: Tensor | None
     probe: int
     chunk: int
     cost: float
     team: Team
+    places: Tensor | None = None
     ledger: Ledger = field(default_factory=Ledger)
 
     def queries(
@@ -62,3 +72,45 @@ class Session:
             memory,
             self.team,
         )
+
+
+@contextmanager
+def opened(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    layouts: Layouts,
+    batch: Batch,
+    reads: Callable[[Layout], bool] | None,
+    rows: Callable[[Layout], int],
+    team: Team,
+) -> Iterator[Session]:
+    """Look at the batch, make its clean pass, and restore the random state in the end.
+
+    Args:
+        model: The model.
+        modules: Its modules by name.
+        layouts: What is known about it.
+        batch: The points.
+        reads: Whether anything reads the clean pass; None makes it in any case.
+        rows: Most rows in one pass.
+        team: Processes that share the rows.
+    """
+    state = RandomState()
+    try:
+        with slow_attention_path(), no_autocast_cache():
+            layout, probe = layouts.find(batch, state)
+            passes = Passes(model, modules, layout.structure, batch)
+            with torch.no_grad():
+                record: Record = {}
+                losses, cost = torch.full((batch.size,), torch.nan), 0.0
+                losses = losses.to(layout.structure.losses.dtype)
+                if reads is None or reads(layout):
+                    losses, record = passes.clean(layout.needed, layout.embedding)
+                    cost = float(batch.size)
+                    check_deterministic(state, modules)
+                    losses = team.first(losses)
+                    check_finite(losses, "the clean pass")
+                yield Session(layout, passes, record, losses, probe, rows(layout), cost, team)
+            check_deterministic(state, modules)
+    finally:
+        state.restore()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flops.chunking import MOST
 from flops.errors import CoverageError
 from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
 from flops.estimators.shared_parameters import estimate_shared
@@ -214,7 +215,7 @@ def _with_others(
         part = mine
         if rank != team.rank or not few:
             part = {p: torch.zeros_like(g) for p, g in mine.items()}
-            for a, b in spans(end - begin, max(2, queries.chunk // options.unit)):
+            for a, b in spans(end - begin, MOST):
                 rows, w = whole.part(begin + a, begin + b), slopes[begin + a : begin + b]
                 z = stream.rows(rows.points, rows.draws).to(w.dtype)
                 weighted = rows.weights.to(w) * w / queries.size
