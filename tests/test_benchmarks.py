@@ -1,0 +1,81 @@
+"""The benchmarks run on tiny settings, and compare with what they say; nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks.floor import Floor
+from benchmarks.overhead import CASES, measure, tuned_layers, work
+from benchmarks.quality import loss_fn
+from benchmarks.timing import interleaved, median_and_spread
+from flops.tasks.vision import digits
+
+
+@pytest.fixture(scope="module")
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    train = digits().train
+    return train.images[:6], train.labels[:6]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_floor_computes_the_clean_losses_of_all_rows(name, batch) -> None:
+    case, (x, y) = CASES[name], batch
+    model = tuned_layers(case)
+    floor = Floor(model, x, y, case.start, chunk=7)
+    with torch.no_grad():
+        expected = loss_fn(model(x), y)
+    losses, inputs = floor.clean()
+    torch.testing.assert_close(losses, expected)
+    rows = 0
+    for points, found in floor.losses(4, inputs):
+        torch.testing.assert_close(found, expected[points])
+        rows += len(points)
+    assert rows == case.engine(model, 4, chunk=7).estimate(x, y).queries
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_floor_runs_the_same_part_of_the_model(name, batch) -> None:
+    case, (x, y) = CASES[name], batch
+    model = tuned_layers(case)
+    engine = case.engine(model, 4)
+    engine.estimate(x, y)
+    charged = engine.estimate(x, y).forward_equivalents.queries
+    assert work(Floor(model, x, y, case.start), 4) == pytest.approx(charged, rel=0.01)
+
+
+@pytest.mark.parametrize("start", ["leaf", "block", "stage"])
+def test_floor_takes_a_product_of_every_trained_parameter(start, batch) -> None:
+    case = next(case for case in CASES.values() if case.start == start)
+    model = tuned_layers(case)
+    floor = Floor(model, *batch, start)
+    found = floor.products(floor.clean()[1])
+    assert set(found) == {p for p in model.parameters() if p.requires_grad}
+
+
+def test_overhead_has_a_row(batch) -> None:
+    row = measure(CASES["LR, block targets"], *batch, repeats=2, warm=0)
+    assert row["work"] == pytest.approx(1, rel=0.01)
+    assert row["ratio"] > 0
+
+
+def test_interleaved_runs_all_in_turn() -> None:
+    order: list[str] = []
+    seconds = interleaved({n: lambda n=n: order.append(n) for n in "ab"}, repeats=2, warm=1)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert [len(values) for values in seconds.values()] == [2, 2]
+    assert median_and_spread([1.0, 2.0, 3.0, 4.0, 100.0])[0] == 3
+
+
+def test_results_of_other_parts_are_kept(tmp_path) -> None:
+    path = tmp_path / "results.json"
+    command.write(path, "reuse", {"row": {"ratio": 1.5}}, 1.0)
+    command.write(path, "overhead", {"row": {"ratio": 1.1}}, 1.0)
+    command.write(path, "overhead", {"row": {"ratio": 1.2}}, 1.0)
+    results = json.loads(path.read_text())
+    assert results["reuse"]["rows"]["row"]["ratio"] == 1.5
+    assert results["overhead"]["rows"]["row"]["ratio"] == 1.2
+    assert results["overhead"]["environment"]["threads"] == torch.get_num_threads()
