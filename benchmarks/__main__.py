@@ -21,6 +21,7 @@ from flops import PrecisionWarning
 PARTS = {
     "overhead": "seconds of a step over those of the least that it has to compute",
     "reuse": "what a query costs with prefix reuse, counted and timed",
+    "memory": "peak growth of a step over that of inference, and beside backpropagation's",
     "quality": "cosine to the exact gradient for 20 queries per point and group",
     "allocation": "J of the allocators over the optimum",
     "gain": "cosine to the exact gradient with each allocator",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
+from benchmarks import memory
 from benchmarks.floor import Floor
 from benchmarks.overhead import CASES, measure, tuned_layers, work
 from benchmarks.quality import loss_fn
@@ -79,3 +81,24 @@ def test_results_of_other_parts_are_kept(tmp_path) -> None:
     assert results["reuse"]["rows"]["row"]["ratio"] == 1.5
     assert results["overhead"]["rows"]["row"]["ratio"] == 1.2
     assert results["overhead"]["environment"]["threads"] == torch.get_num_threads()
+
+
+linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
+)
+
+
+@linux
+@pytest.mark.parametrize("case", memory.COMPARED)
+def test_memory_measures_every_case(case, monkeypatch) -> None:
+    for name, value in (("BATCH", 4), ("CHUNK", 8), ("PIXELS", 16), ("CHANNELS", 64)):
+        monkeypatch.setattr(memory, name, value)
+    monkeypatch.setattr(memory, "LAYERS", 3)
+    found = memory.child(case.replace("200 queries", "3 queries"))
+    assert (found["gradient, MB"] > 0) != case.startswith("inference")
+    assert found["MB"] >= 0
+
+
+@linux
+def test_peak_sees_what_is_held_for_a_moment() -> None:
+    assert memory.peak(lambda: torch.ones(2**24).sum()) > 0.9 * 2**26
