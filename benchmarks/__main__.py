@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ PARTS = {
     "reuse": "what a query costs with prefix reuse, counted and timed",
     "memory": "peak growth of a step over that of inference, and beside backpropagation's",
     "quality": "cosine to the exact gradient for 20 queries per point and group",
+    "peers": "the same gradient from torchzero, torchopt and a plain MeZO loop",
     "allocation": "J of the allocators over the optimum",
     "gain": "cosine to the exact gradient with each allocator",
     "allocator": "share of a step that an allocator takes",
@@ -50,7 +52,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(given.threads)  # of parts in processes of their own
     # Rounding is part of what is measured; the table shows its effect.
     warnings.simplefilter("ignore", PrecisionWarning)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     for name in given.parts or PARTS:
         started = time.perf_counter()
         rows = importlib.import_module(f"benchmarks.{name}").run()
@@ -86,9 +88,9 @@ def table(title: str, rows: dict[str, Any]) -> Table:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.0e}"
     if isinstance(value, list):
-        return " / ".join(f"{v:.3f}" for v in value)
+        return " / ".join(map(_cell, value))
     return "" if value is None else str(value)
 
 

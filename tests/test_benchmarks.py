@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import memory
+from benchmarks import memory, peers
 from benchmarks.floor import Floor
 from benchmarks.overhead import CASES, measure, tuned_layers, work
 from benchmarks.quality import loss_fn
+from benchmarks.rivals import PlainMezo, gradient, rivals, trained
 from benchmarks.timing import interleaved, median_and_spread
-from flops.tasks.vision import digits
+from flops.tasks.vision import bundled_vit, digits
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +103,41 @@ def test_memory_measures_every_case(case, monkeypatch) -> None:
 @linux
 def test_peak_sees_what_is_held_for_a_moment() -> None:
     assert memory.peak(lambda: torch.ones(2**24).sum()) > 0.9 * 2**26
+
+
+def test_plain_loop_and_packages_estimate_the_gradient_by_the_same_passes(batch) -> None:
+    """With many draws of few parameters each is close to the exact gradient."""
+    model = bundled_vit().requires_grad_(False)
+    model.classifier.bias.requires_grad_(True)
+    truth = peers.exact(model, *batch)
+    calls = peers.Calls(model)
+    for name, step in rivals(model, 200).items():
+        if step is not None:
+            calls.count = 0
+            step(*batch)
+            assert calls.count in (200, 201), name
+            found = gradient(trained(model).values())
+            assert torch.cosine_similarity(found, truth, 0) > 0.8, name
+
+
+def test_plain_loop_moves_against_its_gradient(batch) -> None:
+    model = bundled_vit()
+    parameter = model.classifier.weight
+    before = parameter.detach().clone()
+    loop = PlainMezo(model, 1, rate=0.1)
+    loop(*batch)
+    torch.testing.assert_close(parameter.detach(), before - 0.1 * parameter.grad, atol=1e-5, rtol=0)
+
+
+def test_ours_never_drifts(batch) -> None:
+    found = peers.drift(bundled_vit(), *batch, steps=2)
+    assert found["ours: MeZO"] == 0 < found["plain MeZO loop"]
+
+
+def test_engines_of_peers_cost_about_the_same(batch) -> None:
+    model = bundled_vit().requires_grad_(False)
+    model.vit.layers.requires_grad_(True)
+    for name, engine in peers.engines(model, 32).items():
+        engine.estimate(*batch)
+        cost = engine.estimate(*batch).forward_equivalents / len(batch[1])
+        assert cost == pytest.approx(32, rel=0.15), name
