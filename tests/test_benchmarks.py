@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import memory, peers
+from benchmarks import fewer, memory, peers, quality
 from benchmarks.floor import Floor
 from benchmarks.overhead import CASES, measure, tuned_layers, work
 from benchmarks.quality import loss_fn
@@ -141,3 +141,23 @@ def test_engines_of_peers_cost_about_the_same(batch) -> None:
         engine.estimate(*batch)
         cost = engine.estimate(*batch).forward_equivalents / len(batch[1])
         assert cost == pytest.approx(32, rel=0.15), name
+
+
+def test_quality_has_every_estimator_with_every_allocator(monkeypatch) -> None:
+    monkeypatch.setattr(quality, "QUERIES", 2)
+    monkeypatch.setattr(quality, "BATCH", 4)
+    monkeypatch.setattr(quality, "STAGES", {"early": 1})
+    monkeypatch.delitem(quality.ALLOCATORS, "Neyman")
+    rows = quality.run(warm=1, samples=1)
+    assert len(rows) == 7 * 2 + 1
+    assert {name for name in quality.TARGETS if f"early: {name}" in rows} == set(quality.TARGETS)
+    assert rows[f"early: {quality.BASE}"]["over leaf + equal"] == 1
+
+
+def test_fewer_queries_make_more_steps_at_equal_cost(monkeypatch) -> None:
+    monkeypatch.setattr(fewer, "QUERIES", (2, 4))
+    monkeypatch.setattr(quality, "BATCH", 4)
+    rows = fewer.run(passes=60, seeds=1)
+    steps = [row["steps"] for row in rows.values()]
+    assert steps[0] > steps[1] > 0
+    assert steps[2] > steps[3] > 0
