@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
+import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,13 +20,17 @@ from rich.table import Table
 from flops import PrecisionWarning
 
 PARTS = {
-    "quality": "cosine to the exact gradient for 20 queries per point and group",
+    "overhead": "seconds of a step over those of the least that it has to compute",
+    "reuse": "what a query costs with prefix reuse, counted and timed",
+    "memory": "peak growth of a step over that of inference, and beside backpropagation's",
+    "quality": "cosine to the exact gradient for 20 queries, by estimator and allocator",
+    "fewer": "what training reaches with fewer queries and more steps at equal cost",
+    "peers": "the same gradient from torchzero, torchopt and a plain MeZO loop",
     "allocation": "J of the allocators over the optimum",
     "gain": "cosine to the exact gradient with each allocator",
     "allocator": "share of a step that an allocator takes",
     "shaping": "what shaped noise adds to a step",
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
-    "reuse": "what a query costs with prefix reuse, counted and timed",
 }
 OUTPUT = Path(__file__).with_name("results.json")
 
@@ -31,36 +38,48 @@ OUTPUT = Path(__file__).with_name("results.json")
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure FLOPS on the bundled ViT. "
-        + " ".join(f"{name}: {text}." for name, text in PARTS.items()),
+        description="Measure FLOPS on the bundled ViT; prints tables and writes them as JSON.",
+        epilog="parts: " + "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
     )
     parser.add_argument("parts", nargs="*", help=f"any of {', '.join(PARTS)}; all by default")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="where results go, as JSON")
+    parser.add_argument("--threads", type=int, help="threads of torch; its own choice by default")
     given = parser.parse_args()
     for name in given.parts:
         if name not in PARTS:
             parser.error(f"unknown part '{name}', choose from {', '.join(PARTS)}")
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+        os.environ["OMP_NUM_THREADS"] = str(given.threads)  # of parts in processes of their own
     # Rounding is part of what is measured; the table shows its effect.
     warnings.simplefilter("ignore", PrecisionWarning)
-    console = Console()
-    results = {
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for name in given.parts or PARTS:
+        started = time.perf_counter()
+        rows = importlib.import_module(f"benchmarks.{name}").run()
+        seconds = time.perf_counter() - started
+        write(given.output, name, rows, seconds)
+        console.print(table(f"{name}: {PARTS[name]}", rows))
+        console.print(f"{seconds:.0f} s, written to {given.output}\n")
+
+
+def write(path: Path, name: str, rows: dict[str, Any], seconds: float) -> None:
+    """Write one part's results with where they come from; those of other parts stay."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[name] = {
         "environment": {
             "torch": torch.__version__,
             "python": platform.python_version(),
             "threads": torch.get_num_threads(),
-        }
+            "date": time.strftime("%Y-%m-%d"),
+            "seconds": round(seconds),
+        },
+        "rows": rows,
     }
-    for name in given.parts or PARTS:
-        started = time.perf_counter()
-        rows = importlib.import_module(f"benchmarks.{name}").run()
-        results[name] = rows
-        console.print(table(f"{name}: {PARTS[name]}", rows))
-        console.print(f"{time.perf_counter() - started:.0f} s\n")
-    given.output.write_text(json.dumps(results, indent=2) + "\n")
-    console.print(f"written to {given.output}")
+    path.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def table(title: str, rows: dict[str, dict[str, object]]) -> Table:
+def table(title: str, rows: dict[str, Any]) -> Table:
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     shown = Table("", *columns, title=title)
     for name, row in rows.items():
@@ -70,9 +89,9 @@ def table(title: str, rows: dict[str, dict[str, object]]) -> Table:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.0e}"
     if isinstance(value, list):
-        return " / ".join(f"{v:.3f}" for v in value)
+        return " / ".join(map(_cell, value))
     return "" if value is None else str(value)
 
 

@@ -1,14 +1,17 @@
 """Quality: cosine to the exact gradient for 20 queries per point and group, on the bundled ViT.
 
-Three groups of two layers (first, middle, last third); embeddings and head are groups of their
-own and are not counted. Mean over the thirds and over noise seeds, at two stages of training:
-with a fresh head, and after a few epochs of backpropagation on the digits.
+Every estimator with every allocator (draws that the batch shares need equal counts), isotropic and
+shaped, at two stages of training: after 20 and after 150 steps of backpropagation on the digits.
+Three groups of two layers (first, middle, last third); embeddings and head are groups of their own
+and are not counted. What learns sees 12 batches before it is measured, at the same 20 queries, and
+the model stays as it is; then mean over the thirds and over six further batches, the same for all,
+with the standard deviation over the batches. Ratios are paired by batch.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +19,33 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor, nn
 
-from flops import SPSA, Exact, ForwardGradient, Group, LikelihoodRatio
+from flops import SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops.allocators import Equal, Gaussian, Neyman
 from flops.estimators import Estimator
+from flops.estimators.likelihood_ratio import Targets
 from flops.tasks.vision import Split, bundled_vit, digits, logits
 
 QUERIES = 20
 BATCH = 64
-METHODS: dict[str, Estimator] = {
-    "LR, block targets": LikelihoodRatio(),
-    "LR, leaf targets": LikelihoodRatio(targets="leaf"),
-    "LR, stage targets": LikelihoodRatio(targets="stage"),
-    "SPSA, independent draws": SPSA(),
-    "SPSA, shared draws": SPSA(shared=True),
+STAGES = {"early": 20, "near convergence": 150}  # steps of backpropagation before
+WARM, SAMPLES = 12, 6
+
+
+def estimators() -> dict[str, Estimator]:
+    found: dict[str, Estimator] = {}
+    names: tuple[Targets, ...] = ("leaf", "block", "stage")
+    for targets in names:
+        found[f"LR, {targets}"] = LikelihoodRatio(targets=targets)
+        found[f"LR, {targets}, shaped"] = LikelihoodRatio(targets=targets, shaping=Shaping())
+    return {**found, "SPSA, per-point": SPSA(), "SPSA, shared": SPSA(shared=True)}
+
+
+ALLOCATORS: dict[str, Callable[[], Any]] = {"equal": Equal, "Gaussian": Gaussian, "Neyman": Neyman}
+BASE = "LR, leaf + equal"
+# What must be at least so many times the cosine of leaf LR with equal counts, by stage.
+TARGETS = {
+    "LR, stage, shaped + Gaussian": {"early": 5.0, "near convergence": 10.0},
+    "LR, block + Gaussian": {"early": 3.0, "near convergence": 5.0},
 }
 
 
@@ -63,40 +81,66 @@ def finetuned(train: Split, steps: int, seed: int = 0) -> nn.Module:
     return model
 
 
-def cosines(model: Any, x: Tensor, y: Tensor, estimator: Estimator, seeds: Sequence[int]) -> Tensor:
-    """Cosine to the exact gradient, (seeds, thirds)."""
-    model.zero_grad()
-    loss_fn(model(x), y).mean().backward()
-    exact = [gradient(model, third) for third in range(3)]
-    rows = []
-    for seed in seeds:
+def batch(train: Split, seed: int) -> Tensor:
+    """Positions of a random batch."""
+    return torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:BATCH]
+
+
+def cosines(
+    model: Any, train: Split, estimator: Estimator, allocator: Any, warm: int, samples: int
+) -> Tensor:
+    """Cosine to the exact gradient after some batches to learn from, (samples, thirds)."""
+    fg = ForwardGradient(model, loss_fn, thirds(model, estimator), allocator)
+    learns = not isinstance(allocator, Equal) or getattr(estimator, "shaping", None) is not None
+    for step in range(warm if learns else 0):
+        rows = batch(train, step)
+        fg.estimate(train.images[rows], train.labels[rows], index=rows)
+    found = []
+    for sample in range(samples):
+        rows = batch(train, 10**6 + sample)
+        x, y = train.images[rows], train.labels[rows]
         model.zero_grad()
-        ForwardGradient(model, loss_fn, thirds(model, estimator), seed=seed).estimate(x, y)
-        found = [gradient(model, third) for third in range(3)]
-        rows.append([F.cosine_similarity(a, b, 0) for a, b in zip(found, exact, strict=True)])
-    return torch.tensor(rows)
+        loss_fn(model(x), y).mean().backward()
+        exact = [gradient(model, third) for third in range(3)]
+        model.zero_grad()
+        fg.estimate(x, y, index=rows)
+        pairs = zip((gradient(model, third) for third in range(3)), exact, strict=True)
+        found.append([F.cosine_similarity(a, b, 0) for a, b in pairs])
+    return torch.tensor(found)
 
 
-def run(seeds: int = 20) -> dict[str, Any]:
-    """Measure all methods at both stages of training."""
+def run(warm: int = WARM, samples: int = SAMPLES) -> dict[str, Any]:
+    """All estimators and allocators at both stages."""
     train = digits().train
+    methods = {
+        f"{name} + {allocator}": (estimator, ALLOCATORS[allocator])
+        for name, estimator in estimators().items()
+        for allocator in (("equal",) if estimator.shared else ALLOCATORS)
+    }
+    models = {stage: finetuned(train, steps) for stage, steps in STAGES.items()}
     results: dict[str, Any] = {}
-    for stage, steps in (("fresh head", 0), ("after 100 steps", 100)):
-        model = finetuned(train, steps)
-        x, y = train.images[:BATCH], train.labels[:BATCH]
-        means = {}
-        for name in track(METHODS, description=f"quality, {stage}", transient=True):
-            values = cosines(model, x, y, METHODS[name], range(seeds))
-            by_seed = values.mean(1).tolist()
-            means[name] = statistics.mean(by_seed)
-            results[f"{stage}: {name}"] = {
-                "cosine": means[name],
-                "spread": statistics.stdev(by_seed),
-                "thirds": values.mean(0).tolist(),
-            }
-        block, leaf, shared = (
-            means[name] for name in ("LR, block targets", "LR, leaf targets", "SPSA, shared draws")
-        )
-        results[f"{stage}: block / leaf"] = {"ratio": block / leaf, "target": 2.5}
-        results[f"{stage}: leaf / shared SPSA"] = {"ratio": leaf / shared, "target": 3.0}
+    cells = [(stage, name) for stage in STAGES for name in methods]
+    values: dict[tuple[str, str], list[float]] = {}
+    for stage, name in track(cells, description="quality", transient=True):
+        estimator, allocator = methods[name]
+        found = cosines(models[stage], train, estimator, allocator(), warm, samples)
+        values[stage, name] = found.mean(1).tolist()
+        results[f"{stage}: {name}"] = {
+            **summary("cosine", values[stage, name]),
+            "thirds": found.mean(0).tolist(),
+        }
+    for stage in STAGES:
+        for name in methods:
+            row = results[f"{stage}: {name}"]
+            over = [a / b for a, b in zip(values[stage, name], values[stage, BASE], strict=True)]
+            row |= {"over leaf + equal": statistics.mean(over), "ratio spread": spread(over)}
+            row["target"] = TARGETS.get(name, {}).get(stage)
     return results
+
+
+def summary(name: str, values: list[float]) -> dict[str, float]:
+    return {name: statistics.mean(values), "spread": spread(values)}
+
+
+def spread(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,126 @@
+"""Overhead: seconds of `estimate` over those of the least that has to be computed for it.
+
+The floor (`benchmarks.floor`) is written by hand: the same rows through the same suffixes in
+chunks of the same size, in inference mode and without noise, one clean pass, and a plain
+vector-Jacobian product of each target. The bundled ViT, three groups of two layers, batch 64, 20
+queries per point and group; MeZO has one group and 2 queries. "work" is the forward equivalents of
+the floor's queries over those that the engine reports: 1 means the same rows through the same part
+of the model. "query loop" compares what more queries add to a step, so that clean pass, local
+products and all that is done once a step drop out. Engine and floor run in turn; medians of the
+ratios in each repeat, and half the distance of their quartiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks.floor import CHUNK, Floor, Start
+from benchmarks.quality import BATCH, loss_fn
+from benchmarks.timing import interleaved, median_and_spread, ratios
+from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, mezo
+from flops.estimators import Estimator
+from flops.meters import WorkMeter
+from flops.tasks.vision import bundled_vit, digits
+
+REPEATS = 9
+WARM = 9  # the first eight steps of block and stage targets measure their Jacobians once more
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of noise, the queries of a step, and another number to take the loop's slope by."""
+
+    start: Start
+    estimator: Estimator | None
+    target: float | None
+    queries: int = 20
+    others: int = 4
+
+    def engine(self, model: Any, queries: int, chunk: int = CHUNK) -> ForwardGradient:
+        """The engine with three groups of two layers; MeZO has one."""
+        if self.estimator is None:
+            return ForwardGradient(model, loss_fn, mezo(model, queries=queries), chunk=chunk)
+        layers = list(model.vit.layers)
+        groups = [
+            Group(layers[i : i + 2], self.estimator, queries, name=f"layers {i + 1}-{i + 2}")
+            for i in range(0, len(layers), 2)
+        ]
+        return ForwardGradient(model, loss_fn, groups, chunk=chunk)
+
+
+CASES = {
+    "LR, block targets": Case("block", LikelihoodRatio(), 1.15),
+    "LR, leaf targets": Case("leaf", LikelihoodRatio(targets="leaf"), 1.5),
+    "LR, stage targets": Case("stage", LikelihoodRatio(targets="stage"), None),
+    "SPSA, per-point draws": Case("parameters", SPSA(), 1.4),
+    "SPSA, shared draws": Case("shared", SPSA(shared=True), 1.15),
+    "MeZO, 2 queries": Case("mezo", None, None, queries=2, others=18),
+}
+
+
+def tuned_layers(case: Case) -> Any:
+    """The bundled ViT of which only the layers are trained; MeZO trains all of it."""
+    model = bundled_vit()
+    if case.estimator is not None:
+        model.requires_grad_(False)
+        model.vit.layers.requires_grad_(True)
+    return model
+
+
+def work(floor: Floor, queries: int) -> float:
+    """Forward equivalents of the floor's queries, counted as the engine counts its own."""
+    with torch.no_grad(), WorkMeter(lambda _: None) as whole:
+        floor.model(floor.x)
+    _, inputs = floor.clean() if floor.start != "mezo" else (None, {})
+    with WorkMeter(lambda _: None) as meter:
+        for _ in floor.losses(queries, inputs, torch.no_grad):
+            pass
+    return meter.total / (whole.total / len(floor.y))
+
+
+def measure(case: Case, x: Tensor, y: Tensor, repeats: int, warm: int) -> dict[str, Any]:
+    """One row of the table."""
+    model = tuned_layers(case)
+    floor = Floor(model, x, y, case.start)
+    runs: dict[str, Any] = {}
+    for queries in (case.queries, case.others):
+        engine = case.engine(model, queries)
+        runs[f"ours {queries}"] = lambda engine=engine: engine.estimate(x, y)
+        runs[f"floor {queries}"] = lambda queries=queries: floor.step(queries)
+    equivalents = runs[f"ours {case.queries}"]().forward_equivalents.queries
+    seconds = interleaved(runs, repeats, warm)
+    ours, least = seconds[f"ours {case.queries}"], seconds[f"floor {case.queries}"]
+    more, least_more = (
+        [a - b for a, b in zip(all_, other, strict=True)]
+        for all_, other in (
+            (ours, seconds[f"ours {case.others}"]),
+            (least, seconds[f"floor {case.others}"]),
+        )
+    )
+    step, spread = median_and_spread(ratios(ours, least))
+    loop, loop_spread = median_and_spread(ratios(more, least_more))
+    return {
+        "ratio": step,
+        "spread": spread,
+        "target": case.target,
+        "query loop": loop,
+        "loop spread": loop_spread,
+        "seconds": median_and_spread(ours)[0],
+        "floor, s": median_and_spread(least)[0],
+        "work": work(floor, case.queries) / equivalents,
+    }
+
+
+def run(repeats: int = REPEATS, warm: int = WARM) -> dict[str, Any]:
+    """All kinds of noise."""
+    train = digits().train
+    x, y = train.images[:BATCH], train.labels[:BATCH]
+    return {
+        name: measure(case, x, y, repeats, warm)
+        for name, case in track(CASES.items(), description="overhead", transient=True)
+    }
