@@ -241,6 +241,20 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "note.txt").read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("flops.training.Trainer", lambda _: pytest.fail("it was loaded"))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunFolderError, match="file is a file; give another"):
+        train(small(output=str(tmp_path / "file/a/b")))
+    with pytest.raises(RunFolderError, match=r"cannot write to .*too long"):
+        train(small(output=str(tmp_path / ("x" * 300))))
+    monkeypatch.setattr("flops.runs.os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(RunFolderError, match="cannot be written to"):
+        train(small(output=str(tmp_path / "a/b")))
+
+
 def test_settings_that_do_not_fit_leave_no_folder(tmp_path: Path) -> None:
     with pytest.raises(FlopsError, match="no model"):
         train(small(model="nowhere", output=str(tmp_path / "run")))
