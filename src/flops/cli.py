@@ -227,6 +227,8 @@ def main(arguments: list[str] | None = None) -> None:
         command.run()
     except FlopsError as error:
         sys.exit(f"flops: {error}")
+    except KeyboardInterrupt:
+        sys.exit("flops: stopped")
 
 
 class _silence:
