@@ -251,6 +251,10 @@ def test_an_environment_that_is_not_known_is_no_obstacle(tmp_path: Path) -> None
     config = small(method="bp", output=str(tmp_path))
     with pytest.raises(Stop):
         train(config, display=Stopper(3))
+    kept = json.loads((tmp_path / "environment.json").read_text())
+    (tmp_path / "environment.json").write_text(json.dumps({**kept, "threads": 99}))
+    with pytest.warns(UserWarning, match=r"start of the run: threads \(99, now \d+\); what"):
+        RunFolder.reopen(tmp_path)[0].close()
     (tmp_path / "environment.json").write_text("{}")
     with pytest.warns(UserWarning, match="other versions than at the start"):
         RunFolder.reopen(tmp_path)[0].close()

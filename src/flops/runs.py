@@ -82,8 +82,12 @@ class RunFolder:
             CheckpointError: If the checkpoint is damaged.
         """
         read_config(path)
-        before = read_file(path / "environment.json").get("packages", {})
-        if changed := [n for n, v in environment()["packages"].items() if v != before.get(n)]:
+        before, now = read_file(path / "environment.json"), environment()
+        versions = before.get("packages", {})
+        changed = [name for name, v in now["packages"].items() if v != versions.get(name)]
+        if before.get("threads") != now["threads"]:  # sums are taken in another order
+            changed.append(f"threads ({before.get('threads')}, now {now['threads']})")
+        if changed:
             warnings.warn(
                 f"other versions than at the start of the run: {', '.join(changed)}; what follows "
                 "may differ from an unbroken run in the last digits",
