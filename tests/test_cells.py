@@ -15,20 +15,26 @@ from flops.errors import FlopsError
 from flops.report.metrics import interval, paired, t_quantile
 from flops.report.sheet import Sheet
 from flops.studies.cells import Cell, run_cells
+from flops.training import peak_memory
 
 QUIET = Console(quiet=True)
 
 
 @dataclass(frozen=True)
 class Settings:
-    value: float = 1.0
+    value: float | str = 1.0
     seed: int = 0
 
 
 def double(settings: Settings) -> dict[str, float]:
+    assert isinstance(settings.value, float)
     if settings.value < 0:
         raise ValueError("negative")
     return {"found": 2 * settings.value, "threads": torch.get_num_threads()}
+
+
+def memory(settings: Settings) -> dict[str, float]:
+    return {"peak": peak_memory()}
 
 
 def refuse(settings: Settings) -> dict[str, float]:
@@ -92,6 +98,22 @@ def test_a_failed_cell_does_not_lose_the_others(tmp_path: Path) -> None:
 def test_cells_run_in_processes_of_one_thread(tmp_path: Path) -> None:
     cells = [Cell("part", double, Settings(2.0))]
     assert run_cells(cells, tmp_path, 1, QUIET, "part") == [{"found": 4.0, "threads": 1}]
+
+
+def test_results_stay_below_their_folder(tmp_path: Path) -> None:
+    for data in ("a/../../../../../escaped", "x" * 300, "../photos", "/an/absolute/folder"):
+        cell = Cell("part", double, Settings(data))
+        cell.save(tmp_path / "out", {"found": 1})
+        assert cell.load(tmp_path / "out") == {"found": 1}
+        assert (tmp_path / "out/cells/part") in cell.path(tmp_path / "out").resolve().parents
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_peak_memory_of_a_process_is_its_own(tmp_path: Path) -> None:
+    here = torch.ones(3 * 2**27)  # 1.5 GiB of the parent
+    cells = [Cell("part", memory, Settings(1.0))]
+    (found,) = run_cells(cells, tmp_path, 1, QUIET, "part", fresh=True)
+    assert 2**25 < found["peak"] < here.nbytes < peak_memory()
 
 
 def test_sheet_as_markdown() -> None:

@@ -99,6 +99,32 @@ def test_bad_settings_are_refused_at_once(bad: tuple[str, ...], tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (("--learning-rates", "1e-3", "-1"), "learning_rate must be greater than 0, not -1"),
+        (("--sigmas", "1e-3", "0"), "sigma must be greater than 0"),
+        (("--budget", "0"), "budget must be greater than 0"),
+    ],
+)
+def test_every_setting_is_looked_at_before_the_first_run(
+    bad: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flops.compare.Trainer", lambda _: pytest.fail("it was run"))
+    with pytest.raises(SystemExit, match=message):
+        run(tmp_path, *bad)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit, match="cannot write to"):
+        run(tmp_path / "file")
+
+
+def test_a_setting_that_diverges_is_only_a_bad_one(tmp_path: Path) -> None:
+    run(tmp_path, "--methods", "bp", "--learning-rates", "1e30", "1e-3", "--seeds", "1")
+    chosen = json.loads((tmp_path / "results.json").read_text())["chosen"]["bp"]
+    assert chosen["learning_rate"] == 1e-3
+    assert chosen["tried"][0] == [1e30, 1e-3, 0.0]
+
+
 def test_tables_say_what_was_seen() -> None:
     results: Any = {
         "bp": [result(0.95, 0.96), result(0.97, 0.98)],

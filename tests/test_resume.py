@@ -224,7 +224,7 @@ def test_one_process_at_a_time_and_the_same_data(tmp_path: Path) -> None:
     config = small(method="bp", output=str(tmp_path))
     with pytest.raises(Stop):
         train(config, display=Stopper(3))
-    run = RunFolder(tmp_path)
+    run, _ = RunFolder.reopen(tmp_path)
     with pytest.raises(RunFolderError, match="another process"):
         train(config, resume=True)
     run.close()
@@ -235,3 +235,26 @@ def test_one_process_at_a_time_and_the_same_data(tmp_path: Path) -> None:
         train(config, resume=True)
     with pytest.raises(ConfigError, match="resume needs the run folder"):
         train(small(), resume=True)
+
+
+def test_of_two_runs_that_start_in_one_folder_at_once_one_is_refused(tmp_path: Path) -> None:
+    first = small(seed=1)
+    held = RunFolder.create(tmp_path / "run", first)
+    (tmp_path / "run/config.json").rename(tmp_path / "aside")  # the other one looked before it came
+    with pytest.raises(RunFolderError, match="another process"):
+        RunFolder.create(tmp_path / "run", small(seed=2))
+    assert not (tmp_path / "run/config.json").exists()  # its settings are not put over the first's
+    held.close()
+
+
+def test_an_environment_that_is_not_known_is_no_obstacle(tmp_path: Path) -> None:
+    config = small(method="bp", output=str(tmp_path))
+    with pytest.raises(Stop):
+        train(config, display=Stopper(3))
+    kept = json.loads((tmp_path / "environment.json").read_text())
+    (tmp_path / "environment.json").write_text(json.dumps({**kept, "threads": 99}))
+    with pytest.warns(UserWarning, match=r"start of the run: threads \(99, now \d+\); what"):
+        RunFolder.reopen(tmp_path)[0].close()
+    (tmp_path / "environment.json").write_text("{}")
+    with pytest.warns(UserWarning, match="other versions than at the start"):
+        RunFolder.reopen(tmp_path)[0].close()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from rich.console import Console
 
 from flops.classifying import clip_attention
 from flops.cli import main
+from flops.display import Lines
 from flops.errors import FlopsError
 from flops.methods import METHODS, PRESETS
 from flops.options import Config, ConfigError, from_dict
@@ -56,6 +60,8 @@ def test_a_config_survives_json() -> None:
         ({"marks": [0]}, "marks must be greater than 0"),
         ({"sigma": [1e-3, 1e-3]}, "one sigma, or one for each of the 3"),
         ({"chunk": 1}, "chunk must be at least 2"),
+        ({"seed": 2**63}, "seed must be 0 or more, and less than"),
+        ({"learning_rate": 10**400}, "learning_rate must be a number"),
     ],
 )
 def test_wrong_settings_are_explained(values: dict, message: str) -> None:
@@ -75,11 +81,18 @@ def test_command_line_over_file_over_preset(tmp_path: Path, capsys) -> None:
     assert printed(capsys, "--preset", "vit-large").sigma == PRESETS["vit-large"].sigma
     assert printed(capsys, "--config", str(toml), "--preset", "vit-large").stages == 4
     assert printed(capsys) == Config()
+    nothing = ("--config", "None", "--preset", "None", "--resume", "None")  # as the help says
+    assert printed(capsys, *nothing) == Config()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is not JSON"), ("[1]", "must hold names"), ('{"a": 1}', "unknown setting 'a'")],
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must hold names"),
+        ('{"a": 1}', "unknown setting 'a'"),
+        ('{"preset": ["tiny"]}', "preset must be one of tiny"),
+    ],
 )
 def test_a_wrong_file_is_explained(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
@@ -241,10 +254,66 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "note.txt").read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("flops.training.Trainer", lambda _: pytest.fail("it was loaded"))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunFolderError, match="file is a file; give another"):
+        train(small(output=str(tmp_path / "file/a/b")))
+    with pytest.raises(RunFolderError, match=r"cannot write to .*too long"):
+        train(small(output=str(tmp_path / ("x" * 300))))
+    monkeypatch.setattr("flops.runs.os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(RunFolderError, match="cannot be written to"):
+        train(small(output=str(tmp_path / "a/b")))
+
+
 def test_settings_that_do_not_fit_leave_no_folder(tmp_path: Path) -> None:
     with pytest.raises(FlopsError, match="no model"):
         train(small(model="nowhere", output=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:77", "nothing"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(FlopsError, match=f"device must be auto, cpu or cuda, not '{device}'"):
+        Trainer(small(device=device))
+
+
+def image_folder(folder: Path, *classes: str, each: int) -> Path:
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(each):
+            Image.new("RGB", (8, 8), (number, 9, 9)).save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_a_single_class_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlopsError, match="has the class 'cat' and no other"):
+        Trainer(small(data=str(image_folder(tmp_path, "cat", each=9))))
+
+
+def test_what_was_held_out_is_said(tmp_path: Path) -> None:
+    out = io.StringIO()
+    data = image_folder(tmp_path, "a", "b", "c", "d", each=1)
+    display = Lines(Console(file=out))
+    train(small(data=str(data), method="bp"), display=display)
+    assert "note: test: 1 points held out of the 4 training points" in out.getvalue()
+    assert "note: 2 of 4 classes have no training points" in out.getvalue()
+
+
+def test_stopped_while_loading_there_is_nothing_to_resume(tmp_path: Path, monkeypatch) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flops.training.Trainer", stop)
+    with pytest.raises(SystemExit, match="stopped before the run began"):
+        main(["finetune", "--output", str(tmp_path / "run")])
+    monkeypatch.setattr("flops.compare_command.compare", stop)
+    with pytest.raises(SystemExit, match="flops: stopped"):
+        main(["compare", "--output", str(tmp_path / "compare")])
+    with pytest.raises(SystemExit, match="it needs --resume"):
+        main(["finetune", "--checkpoint", "previous", "--output", str(tmp_path / "run")])
 
 
 def test_gradients_of_attention_are_clipped_alone() -> None:

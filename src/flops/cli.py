@@ -232,6 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
     except FlopsError as error:
         rank = f" (process {os.environ['RANK']})" if launched() else ""
         sys.exit(f"flops{rank}: {error}")
+    except KeyboardInterrupt:
+        sys.exit("flops: stopped")
 
 
 class _silence:

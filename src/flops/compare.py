@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flops.errors import FlopsError
+from flops.errors import FlopsError, NonFiniteLossError
 from flops.methods import MethodName
 from flops.options import Config
 from flops.progress import budget_mark, epoch_mark
@@ -76,6 +76,14 @@ def measure(run: Run) -> Result:
         "curve": [e.to_dict() for e in found.evaluations],
         "peak_memory": found.peak_memory,
     }
+
+
+def try_out(run: Run) -> Result:
+    """The same for a run of the sweep, where a setting that diverges is only a bad one."""
+    try:
+        return measure(run)
+    except NonFiniteLossError:
+        return {"at_budget": {"accuracy": 0.0}, "diverged": True}
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ def compare(plan: Plan) -> tuple[Plan, dict[MethodName, Chosen], dict[MethodName
     """
     if not plan.methods or len(set(plan.methods)) != len(plan.methods):
         raise FlopsError(f"give different methods to compare, not {list(plan.methods)}")
+    for rate, sigma in itertools.product(plan.learning_rates, plan.sigmas):
+        plan.run("lr", rate, sigma).config()  # refuses what is not allowed, before anything is run
     if plan.budget is None:
         forward = [m for m in plan.methods if m != "bp"] or plan.methods
         budget = float(round(max(cost_of_epochs(plan, method) for method in forward)))
@@ -187,7 +197,7 @@ def _sweep(plan: Plan, method: MethodName) -> Chosen:
     cells = [
         Cell(
             "sweep",
-            measure,
+            try_out,
             plan.run(method, rate, sigma, seed=SWEEP_SEED, epochs=plan.sweep_epochs, budget=share),
         )
         for rate, sigma in pairs

@@ -47,7 +47,7 @@ class Compare:
     sweep_epochs: int = 2
     """Length of a run of the sweep, in epochs of the dearest method."""
     model: str = Config.model
-    """The bundled tiny-vit, a model id of the hub, or a folder."""
+    """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
     data: str = Config.data
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
     queries: float = Config.queries
@@ -74,7 +74,12 @@ class Compare:
             queries=self.queries,
             batch=self.batch,
             limit=self.limit,
+            budget=self.budget,
         )
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # not after hours
+            raise FlopsError(f"cannot write to {self.output}: {error.strerror}") from error
         plan, chosen, results = compare(
             Plan(
                 self.methods,
@@ -110,7 +115,7 @@ class Compare:
         ]
         seen = sentence(results, self.epochs)
         written = [sheet.markdown() for sheet in sheets if sheet is not None]
-        (self.output / "tables.md").write_text("\n".join([*written, seen + "\n"]))
+        (self.output / "tables.md").write_text("\n".join([*written, seen + "\n"]), "utf-8")
         kept = {
             "epochs": self.epochs,
             "budget": plan.budget,
@@ -118,9 +123,12 @@ class Compare:
             "results": results,
         }
         (self.output / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
-        plot(self.output / "accuracy.png", results)
         for sheet in sheets:
             if sheet is not None:
                 console.print(sheet.table())
-        console.print(f"plot: {self.output / 'accuracy.png'}")
         console.print(seen)
+        try:
+            plot(self.output / "accuracy.png", results)
+        except ImportError as error:
+            console.print(f"no plot was drawn: {error}", markup=False)
+        console.print(f"results are in {self.output}", markup=False, soft_wrap=True)

@@ -37,6 +37,8 @@ class Lines:
     def start(self, trainer: Trainer, folder: Path | None) -> None:
         """Say what is trained."""
         self.say(opening(trainer, folder))
+        for note in trainer.data.notes:
+            self.say(f"note: {note}")
 
     def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
         """Remember the loss."""

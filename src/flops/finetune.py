@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Finetune:
     """
 
     preset: PresetName | None = None
-    """Settings that go together: those of the paper for ViT-base and ViT-large, or tiny."""
+    """Settings that go together: those of the paper for ViT-base and ViT-large, or tiny. What the
+    configuration file or another option says counts more."""
     config: Path | None = None
     """File with settings, .json or .toml; names are those of the options, with _ for -."""
     resume: Path | None = None
@@ -68,6 +70,9 @@ class Finetune:
             given, _ = looked.parse_known_args(list(arguments))
         except argparse.ArgumentError:  # tyro says it better
             return cls()
+        for name, value in vars(given).items():
+            if value == "None":  # as the help says
+                setattr(given, name, None)
         if given.resume is not None:
             from flops.runs import read_config
 
@@ -84,10 +89,12 @@ class Finetune:
             sys.stdout.write(json.dumps(self.settings.to_dict(), indent=2) + "\n")
             return
         from flops.display import closing, display_for
-        from flops.runs import new_folder
+        from flops.runs import is_run, new_folder
         from flops.tasks.splits import BrokenImageError
         from flops.training import train
 
+        if self.resume is None and self.checkpoint != "last":
+            raise ConfigError("--checkpoint says where to continue: it needs --resume")
         settings = self._resumed() if self.resume is not None else self.settings
         if settings.output is None:  # process 0 alone writes, whatever the others call it
             settings = dataclasses.replace(settings, output=str(new_folder(settings)))
@@ -106,7 +113,10 @@ class Finetune:
         except KeyboardInterrupt:
             if not first:
                 sys.exit(130)
-            sys.exit(f"stopped; continue with: flops finetune --resume {settings.output}")
+            if not is_run(Path(settings.output or "")):
+                sys.exit("stopped before the run began")
+            folder = shlex.quote(str(settings.output))
+            sys.exit(f"stopped; continue with: flops finetune --resume {folder}")
         if first:
             display.say(closing(result))
 

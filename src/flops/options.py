@@ -104,7 +104,7 @@ class Config:
             value = getattr(self, name)
             self._need(value is None or value > 0, name, "greater than 0, or None")
         self._need(self.weight_decay >= 0, "weight_decay", "0 or more")
-        self._need(self.seed >= 0, "seed", "0 or more")
+        self._need(0 <= self.seed < 2**63, "seed", "0 or more, and less than 2**63")
         self._need(self.chunk is None or self.chunk >= 2, "chunk", "at least 2, or None")
         self._need(all(m > 0 for m in self.marks), "marks", "greater than 0")
         wait = self.checkpoint_seconds
@@ -157,7 +157,7 @@ def preset(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: If there is none of this name.
     """
-    if name not in PRESETS:
+    if name not in tuple(PRESETS):  # of a file it may be anything, a list too
         raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, not '{name}'")
     return dataclasses.asdict(PRESETS[name])
 
@@ -206,12 +206,17 @@ def _as(name: str, value: Any, hint: Any) -> Any:
             return value
         if origin is tuple and isinstance(value, list | tuple):
             return tuple(_as(name, item, get_args(option)[0]) for item in value)
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if option is float and (type(value) is float or _is_small(value)):
             return float(value)
         if option in (int, bool, str) and type(value) is option:
             return value
     shown = " or ".join(_shown(option) for option in options)
     raise ConfigError(f"{name} must be {shown}, not {value!r}")
+
+
+def _is_small(value: Any) -> bool:
+    """Whether this is a whole number that a float can hold."""
+    return type(value) is int and abs(value) < 2**1000
 
 
 def _shown(option: Any) -> str:

@@ -16,23 +16,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import subprocess
 import sys
 import warnings
-from importlib import metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flops import checkpoints
+from flops.environment import environment
 from flops.errors import FlopsError
 from flops.options import Config, from_dict, read_file
 
-PACKAGES = ("flops-torch", "torch", "numpy", "safetensors", "transformers", "datasets")
 LATER = "unfinished-"  # files on their way
 
 
@@ -45,11 +43,12 @@ class RunFolder:
 
     Args:
         path: The folder.
+        lock: What `_lock` returned for it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: int | None) -> None:
         self.path = path
-        self._lock = _lock(path)
+        self._lock = lock
         self._metrics: BufferedWriter = (path / "metrics.jsonl").open("ab")
 
     @classmethod
@@ -57,13 +56,19 @@ class RunFolder:
         """A new run.
 
         Raises:
-            RunFolderError: If the folder holds a run, or anything else.
+            RunFolderError: If the folder holds a run, or anything else, or cannot be written to.
         """
-        check_free(path)
-        path.mkdir(parents=True, exist_ok=True)
-        _write(path / "environment.json", environment())
-        _write(path / "config.json", config.to_dict())  # last: it makes the folder a run
-        return cls(path)
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)  # first: of two that start here at once, one must see the other
+            try:
+                check_free(path)
+                _write(path / "environment.json", environment())
+                _write(path / "config.json", config.to_dict())  # last: it makes the folder a run
+                return cls(path, lock)
+            except BaseException:
+                _unlock(lock)
+                raise
 
     @classmethod
     def reopen(cls, path: Path, which: str = "last") -> tuple[RunFolder, Any]:
@@ -77,14 +82,19 @@ class RunFolder:
             CheckpointError: If the checkpoint is damaged.
         """
         read_config(path)
-        before = read_file(path / "environment.json")["packages"]
-        if changed := [n for n, v in environment()["packages"].items() if v != before.get(n)]:
+        before, now = read_file(path / "environment.json"), environment()
+        versions = before.get("packages", {})
+        changed = [name for name, v in now["packages"].items() if v != versions.get(name)]
+        if before.get("threads") != now["threads"]:  # sums are taken in another order
+            changed.append(f"threads ({before.get('threads')}, now {now['threads']})")
+        if changed:
             warnings.warn(
                 f"other versions than at the start of the run: {', '.join(changed)}; what follows "
                 "may differ from an unbroken run in the last digits",
                 stacklevel=3,
             )
-        run = cls(path)
+        with _writing(path):
+            run = cls(path, _lock(path))
         try:
             return run, run._set_back(which)
         except BaseException:
@@ -119,24 +129,27 @@ class RunFolder:
     def close(self) -> None:
         """Let go of the folder."""
         self._metrics.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        _unlock(self._lock)
+        self._lock = None
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that is in use.
+    """Refuse a folder that is in use, or cannot be made.
 
     Raises:
-        RunFolderError: If it holds a run, or anything else.
+        RunFolderError: If it holds a run, or anything else, or cannot be written to.
     """
+    with _writing(path):
+        above = next(p for p in (path, *path.parents) if p.exists())
     if is_run(path):
         raise RunFolderError(
             f"{path} already holds a run; continue it with --resume {path}, or give another "
             "--output"
         )
-    if path.exists() and not path.is_dir():
-        raise RunFolderError(f"{path} is a file; give another --output")
+    if not above.is_dir():
+        raise RunFolderError(f"{above} is a file; give another --output")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{above} cannot be written to; give another --output")
     known = (LATER, ".", "environment.json")  # left by a process that was killed at its start
     found = path.iterdir() if path.exists() else ()
     if others := [p.name for p in found if not p.name.startswith(known)]:
@@ -173,52 +186,32 @@ def new_folder(config: Config, base: Path = Path("runs")) -> Path:
     return path
 
 
-def environment() -> dict[str, Any]:
-    """What the numbers may depend on; nothing that names the machine or its user."""
-    packages: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = None
-    return {
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "packages": packages,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": _commit(),
-    }
-
-
-def _commit() -> str | None:
-    """The commit of the source, if it lies in a repository that tracks it."""
-    here = Path(__file__)
-    tracked = ["git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name]
-    head = ["git", "-C", str(here.parent), "rev-parse", "HEAD"]
-    try:
-        subprocess.run(tracked, capture_output=True, check=True, timeout=10)
-        found = subprocess.run(head, capture_output=True, check=True, timeout=10, text=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()
-
-
 def _lock(path: Path) -> int | None:
     """Hold the folder until the process ends, however it ends."""
     if sys.platform == "win32":
         return None
     import fcntl
 
-    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
+    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
         raise RunFolderError(f"another process is training in {path}") from error
     return lock
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"cannot write to {path}: {error.strerror}") from error
 
 
 def _write(path: Path, values: Any) -> None:

@@ -218,6 +218,11 @@ def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
             strict=config.strict,
             limit=config.limit,
         )
+        if len(data.classes) < 2:
+            raise ValueError(
+                f"'{config.data}' has the class '{data.classes[0]}' and no other: there is nothing "
+                "to learn"
+            )
         model, format = load_model(config.model, len(data.classes), seed=config.seed)
     except (OSError, ValueError, ImportError) as error:
         raise FlopsError(str(error)) from error
@@ -236,6 +241,9 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise FlopsError(f"device must be auto, cpu or cuda, not '{name}'") from error
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()  # a name alone is no device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FlopsError(f"device must be auto, cpu or cuda, not '{name}' ({reason})") from error
+    return device

@@ -151,7 +151,16 @@ def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping
 
 
 def peak_memory() -> int:
-    """Largest memory that the process ever had, in bytes; 0 where that is not known."""
+    """Largest memory that the process ever had, in bytes; 0 where that is not known.
+
+    Linux's `ru_maxrss` begins at what the parent had when it started the process, so it would give
+    every worker of a comparison the memory of the parent; VmHWM is of the process alone.
+    """
+    if sys.platform == "linux":
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            found = [int(line.split()[1]) for line in status if line.startswith("VmHWM:")]
+        if found:
+            return found[0] * 1024
     if sys.platform == "win32":
         return 0
     import resource

@@ -55,7 +55,8 @@ def sweep_table(chosen: Mapping[MethodName, Any]) -> Sheet | None:
             noise = "-" if method == "bp" else f"{sigma:g}"
             rows.append((method, f"{rate:g}", noise, f"{100 * score:.1f}"))
     header = ("method", "learning rate", "sigma", "validation accuracy, %")
-    note = "The first line of each method was chosen. One seed, not among those reported."
+    note = "The first line of each method was chosen; a run that diverged counts as 0. One seed, "
+    note += "not among those reported."
     return Sheet("Sweep", header, rows, note) if rows else None
 
 

@@ -8,9 +8,11 @@ another folder, to measure it again after the code has changed.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -25,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flops.errors import FlopsError
 
 Result = dict[str, Any]
+LONGEST = 200  # bytes of a file's name
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,12 @@ class Cell:
         return ",".join(given)
 
     def path(self, folder: Path) -> Path:
-        """Where the result goes."""
-        return folder / "cells" / self.part / f"{self.name}.json"
+        """Where the result goes: always below the folder, whatever is in a setting."""
+        name, parts = self.name, Path(self.name).parts
+        if ".." in parts or any(len(os.fsencode(part)) > LONGEST for part in parts):
+            short = self.name.replace("/", "_")[: LONGEST // 4]
+            name = f"{short}-{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:16]}"
+        return folder / "cells" / self.part / f"{name}.json"
 
     def load(self, folder: Path) -> Result | None:
         """The result, if it is there and of the same settings."""
@@ -150,7 +157,8 @@ def _finished(
 
 
 def _start_worker() -> None:
-    """One thread of torch; and if the parent is killed, the worker ends too."""
+    """One thread of torch; it ends without a word at Ctrl-C, and if the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
 
