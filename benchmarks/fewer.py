@@ -30,12 +30,12 @@ def trained(data: Splits, method: Method, seed: int, passes: float) -> tuple[int
     fg = engine(model, loss_fn, method, seed=seed)
     optimizer = torch.optim.Adam(model.parameters(), RATE)
     spent, cost, steps = 0.0, 0.0, 0
-    while spent + cost <= passes * quality.BATCH:  # the next step costs about as much as the last
+    while spent + cost <= passes * quality.BATCH:  # the next step costs about as much as this one
         rows = batch(data.train, 1000 * seed + steps)
         optimizer.zero_grad()
-        cost = float(fg.estimate(*data.train.batch(rows), index=rows).forward_equivalents)
+        charged = fg.estimate(*data.train.batch(rows), index=rows).forward_equivalents
         optimizer.step()
-        spent += cost
+        spent, cost = spent + charged, charged - charged.probe  # a structure is found out once
         steps += 1
     held = data.validation
     with torch.inference_mode():

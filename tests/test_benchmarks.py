@@ -155,9 +155,9 @@ def test_quality_has_every_estimator_with_every_allocator(monkeypatch) -> None:
 
 
 def test_fewer_queries_make_more_steps_at_equal_cost(monkeypatch) -> None:
-    monkeypatch.setattr(fewer, "QUERIES", (2, 4))
+    monkeypatch.setattr(fewer, "QUERIES", (2, 10))
     monkeypatch.setattr(quality, "BATCH", 4)
-    rows = fewer.run(passes=60, seeds=1)
+    rows = fewer.run(passes=100, seeds=1)
     steps = [row["steps"] for row in rows.values()]
     assert steps[0] > steps[1] > 0
     assert steps[2] > steps[3] > 0
