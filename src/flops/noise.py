@@ -15,6 +15,9 @@ Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -26,6 +29,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 _BLOCK = 16  # torch fills normals in blocks of 16: rows of whole blocks follow each other exactly
 _MASK = (1 << 64) - 1
+AHEAD = 1 << 24  # most values that are made ahead: they are there twice
 
 
 def mix(*parts: int) -> int:
@@ -54,22 +58,40 @@ def _signs_table() -> Tensor:
 _SIGNS = _signs_table()
 
 
-def fill(kind: Kind, count: int, size: int, source: torch.Generator) -> Tensor:
+def width(kind: Kind, size: int) -> int:
+    """Values that a row of ``size`` takes up while it is made."""
+    if kind == "orthogonal":
+        return size
+    block = 64 if kind == "rademacher" else _BLOCK
+    return -(-size // block) * block
+
+
+def fill(
+    kind: Kind, count: int, size: int, source: torch.Generator, out: Tensor | None = None
+) -> Tensor:
     """``count`` rows of ``size`` unit noise values, continuing the generator.
 
     For Gaussian and Rademacher noise two calls for m and n rows give what one call for m + n
     rows gives.
+
+    Args:
+        kind: Gaussian or Rademacher.
+        count: Rows.
+        size: Values of a row.
+        source: The generator.
+        out: Where to write them, of shape (count, `width`).
     """
+    if out is None:
+        # Neither the type nor the device that the user made the default may change the noise.
+        out = torch.empty(count, width(kind, size), dtype=torch.float32, device="cpu")
     if kind == "rademacher":
-        words = -(-size // 64)
-        bits = torch.empty(count, words, dtype=torch.int64, device="cpu")
+        bits = torch.empty(count, out.size(1) // 64, dtype=torch.int64, device="cpu")
         bits.random_(-(2**63), None, generator=source)
-        rows = _SIGNS.index_select(0, bits.view(torch.uint8).flatten().long())
-        return rows.view(count, words * 64)[:, :size]
-    padded = -(-size // _BLOCK) * _BLOCK
-    # Neither the type nor the device that the user made the default may change the noise.
-    rows = torch.empty(count, padded, dtype=torch.float32, device="cpu")
-    return rows.normal_(generator=source)[:, :size]
+        bytes_ = bits.view(torch.uint8).flatten().int()
+        torch.index_select(_SIGNS, 0, bytes_, out=out.view(-1, 8))
+    else:
+        out.normal_(generator=source)
+    return out[:, :size]
 
 
 def orthogonalise(rows: Tensor) -> Tensor:
@@ -101,8 +123,8 @@ class NoiseStream:
         self._source = torch.Generator("cpu")
         self._rows = torch.empty(0)
 
-    def take(self, point: int, first: int, count: int) -> Tensor:
-        """Draws first, ..., first + count - 1 of a point."""
+    def take(self, point: int, first: int, count: int, out: Tensor | None = None) -> Tensor:
+        """Draws first, ..., first + count - 1 of a point, in ``out`` where they can be."""
         if self._kind == "orthogonal":
             if point != self._point:  # a point may span many chunks
                 gaussian = fill("gaussian", self._draws[point], self._size, self._seed(point))
@@ -113,17 +135,43 @@ class NoiseStream:
         if first > self._position:  # somebody else runs the draws in between
             fill(self._kind, first - self._position, self._size, self._source)
         self._position = first + count
-        return fill(self._kind, count, self._size, self._source)
+        return fill(self._kind, count, self._size, self._source, out)
 
-    def rows(self, points: Tensor, draws: Tensor) -> Tensor:
-        """Noise of the rows (point, draw); a point's draws must be consecutive."""
-        segments = []
+    def rows(self, points: Tensor, draws: Tensor, out: Tensor | None = None) -> Tensor:
+        """Noise of the rows (point, draw), shape (rows, size); a point's must be consecutive."""
+        if out is None:
+            out = self._buffer(len(points))
         starts = [0, *(torch.nonzero(points.diff()).flatten() + 1).tolist(), len(points)]
         for begin, end in pairwise(starts):
             if end > begin:
-                first = int(draws[begin])
-                segments.append(self.take(int(points[begin]), first, end - begin))
-        return torch.cat(segments)  # (rows, size)
+                part = out[begin:end]
+                found = self.take(int(points[begin]), int(draws[begin]), end - begin, part)
+                if found.data_ptr() != part.data_ptr():
+                    part[:, : self._size] = found
+        return out[: len(points), : self._size]
+
+    def ahead(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Noise of parts (points, draws) in turn, the next made by a thread while one is used.
+
+        What was yielded is overwritten when the one after the next is asked for.
+        """
+        most = max((len(points) for points, _ in parts), default=0)
+        if len(parts) < 2 or most * self._size > AHEAD or (os.cpu_count() or 1) < 2:
+            buffer = self._buffer(most)
+            for points, draws in parts:
+                yield self.rows(points, draws, buffer)
+            return
+        buffers = [self._buffer(most) for _ in range(2)]
+        with ThreadPoolExecutor(1) as thread:
+            job = thread.submit(self.rows, *parts[0], buffers[0])
+            for number in range(1, len(parts) + 1):
+                ready = job.result()
+                if number < len(parts):
+                    job = thread.submit(self.rows, *parts[number], buffers[number % 2])
+                yield ready
+
+    def _buffer(self, rows: int) -> Tensor:
+        return torch.empty(rows, width(self._kind, self._size), dtype=torch.float32, device="cpu")
 
     def _seed(self, point: int) -> torch.Generator:
         return generator(*self._key, self._ids[point])

@@ -57,6 +57,13 @@ class Sites:
         for site in self.sites:
             self.dtype = torch.promote_types(self.dtype, site.leaf.dtype)
         calls = self.structure.calls
+        # Outputs that nothing else can hold: noise is added in place.
+        self._fresh = {
+            site.call
+            for site in self.sites
+            if type(m := modules[calls[site.call].name]) in (nn.Linear, nn.LayerNorm, nn.Conv2d)
+            and "forward" not in m.__dict__
+        }
         if reuse:
             first_end = calls[local[0].last]
             keep = frozenset([first_end.number])
@@ -84,7 +91,10 @@ class Sites:
         by_call: dict[int, list[Site]] = {}
         for site in self.sites:
             by_call.setdefault(site.call, []).append(site)
-        return {number: _adder(sites, noise, sigma) for number, sites in by_call.items()}
+        return {
+            number: _adder(sites, noise, sigma, number in self._fresh)
+            for number, sites in by_call.items()
+        }
 
     def split(self, delta: Tensor) -> dict[int, dict[int, Tensor]]:
         """Cut rows of all sites into tensors by call and output position, batch first."""
@@ -96,14 +106,17 @@ class Sites:
         return parts
 
 
-def _adder(sites: list[Site], noise: Tensor, sigma: float) -> Edit:
+def _adder(sites: list[Site], noise: Tensor, sigma: float, fresh: bool) -> Edit:
     def add(out: Any) -> Any:
         values, spec = tree_flatten(out)
         for site in sites:
             value = values[site.leaf_index]
             part = noise[:, site.offset : site.offset + site.size]
             part = part.reshape(-1, *site.row_shape).movedim(0, site.leaf.axis or 0)
-            values[site.leaf_index] = torch.add(value, part.to(value), alpha=sigma)
+            if fresh and site.leaf.axis is not None:
+                value.add_(part.to(value), alpha=sigma)
+            else:
+                values[site.leaf_index] = torch.add(value, part.to(value), alpha=sigma)
         return tree_unflatten(values, spec)
 
     return add

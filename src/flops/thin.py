@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def linear(
     y: Tensor = forward(x)
     if "weight" in noise:
         a, b = noise["weight"]
-        y = _product(y, x, b, a)
+        return _output(_product(y, x, b, a, noise.get("bias")), call)
     return _output(y + _vector(noise["bias"], y, 0) if "bias" in noise else y, call)
 
 
@@ -109,14 +110,22 @@ def transposed_linear(
     x = batch_first(args, kwargs, _rows(noise), call).contiguous()  # its forward takes a view
     y: Tensor = forward(x)
     if "weight" in noise:
-        y = _product(y, x, *noise["weight"])
+        a, b = noise["weight"]
+        return _output(_product(y, x, a, b, noise.get("bias")), call)
     return _output(y + _vector(noise["bias"], y, 0) if "bias" in noise else y, call)
 
 
-def _product(y: Tensor, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+def _product(y: Tensor, x: Tensor, inner: Tensor, outer: Tensor, bias: Any = None) -> Tensor:
+    """Y + (x inner) outer^T + bias in one product, in place: y is the module's own."""
     along = torch.bmm(x.reshape(len(x), -1, x.size(-1)), inner.unsqueeze(2))  # (R, n, 1)
+    across = outer.unsqueeze(1)  # (R, 1, out)
+    if bias is not None:
+        along = torch.cat([along, torch.ones_like(along)], 2)
+        across = torch.stack([outer, bias], 1)
     flat = y.reshape(len(y), -1, y.size(-1))
-    return torch.baddbmm(flat, along, outer.unsqueeze(1)).view(y.shape)
+    alike = flat.dtype == along.dtype == across.dtype  # not so under autocast
+    add = flat.baddbmm_ if alike else partial(torch.baddbmm, flat)
+    return add(along, across).view(y.shape)
 
 
 def convolution(
@@ -159,9 +168,9 @@ def layer_norm(
     lead = [1] * (y.dim() - 1 - len(shape))
     if "weight" in noise:
         normal = F.layer_norm(x, shape, eps=module.eps)
-        y = torch.addcmul(y, normal, _as(noise["weight"]).reshape(len(x), *lead, *shape))
+        y = y.addcmul_(normal, _as(noise["weight"]).reshape(len(x), *lead, *shape))
     if "bias" in noise:
-        y = y + _as(noise["bias"]).reshape(len(x), *lead, *shape)
+        y = y.add_(_as(noise["bias"]).reshape(len(x), *lead, *shape))
     return _output(y, call)
 
 

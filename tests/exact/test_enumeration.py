@@ -6,6 +6,8 @@ estimator's mean over all sign vectors equals the gradient itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ SIGMA = 0.3  # large: a quadratic has no smoothing bias
 def enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point goes through all sign vectors, in order."""
 
-    def take(self: NoiseStream, point: int, first: int, count: int) -> Tensor:
+    def take(self: NoiseStream, point: int, first: int, count: int, out: Any = None) -> Tensor:
         return sign_vectors(self._size)[first : first + count]
 
     monkeypatch.setattr(NoiseStream, "take", take)

@@ -202,7 +202,7 @@ def test_drifting_parameters_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     case.samples(estimator, 4)
     assert unchanged()
 
-    def shift(options, queries, draw, sign, number, unit):
+    def shift(options, queries, draw, sign, number, unit, kept):
         def action(forward, args, kwargs):
             for direction in (1, -1):
                 if direction == -1:

@@ -136,11 +136,11 @@ class LikelihoodRatio:
         delta = torch.zeros(queries.size, binding.size, dtype=dtype, device=device)
         draws = (queries.counts // self.unit).tolist()
         stream = NoiseStream(self.noise, queries.key, queries.ids, draws, binding.size)
-        slopes = []
-        for rows in queries.chunks(self.unit):
-            once = slice(None, None, self.unit)  # a pair shares its draw
-            at = rows.points[once]
-            z = stream.rows(at, rows.draws[once]).to(device, dtype)  # (draws, size)
+        slopes, once = [], slice(None, None, self.unit)  # a pair shares its draw
+        chunks = list(queries.chunks(self.unit))
+        noise = stream.ahead([(rows.points[once], rows.draws[once]) for rows in chunks])
+        for rows, z in zip(chunks, noise, strict=True):
+            at, z = rows.points[once], z.to(device, dtype)  # (draws, size)
             signed = z if self.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
             with torch.inference_mode():
                 edits = binding.edits(signed, self.sigma)

@@ -106,7 +106,11 @@ class ParameterNoise:
 
     def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Units:
         """Find the calls around which the parameters are perturbed."""
-        units = find_units(group, passes, reuse, () if self.shared else tuple(thin_products()))
+        rowwise = () if self.shared else tuple(thin_products())
+        units = find_units(group, passes, reuse, rowwise)
+        if not self.reads_clean and units.prefix.share * group.queries < 1:
+            # A clean pass, only to replay a part of it, would cost more than it saves.
+            units = find_units(group, passes, False, rowwise)
         if self.shaping is not None:
             check_size(group.name, units)
         if not self.shared:
@@ -160,12 +164,12 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
     }
     draws = (queries.counts // options.unit).tolist()
     stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
-    slopes = []
+    slopes, once = [], slice(None, None, options.unit)
+    chunks = list(queries.chunks(options.unit))
+    noise = stream.ahead([(rows.points[once], rows.draws[once]) for rows in chunks])
     sizes = torch.full((queries.size,), float(units.size))
-    for rows in queries.chunks(options.unit):
-        once = slice(None, None, options.unit)
-        at = rows.points[once]
-        z = stream.rows(at, rows.draws[once]).to(device, dtype)  # (draws, size)
+    for rows, z in zip(chunks, noise, strict=True):
+        at, z = rows.points[once], z.to(device, dtype)  # (draws, size)
         seen: dict[str, Tensor] = {}
         scaled = _scaled(z, rows, factor, options)
         around = _perturb_rows(units.structure, entries, scaled, seen)

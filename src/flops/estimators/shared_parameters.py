@@ -1,7 +1,8 @@
 """Parameter noise that the whole batch shares: MeZO's seed trick.
 
-No more than one module's noise exists at a time: it is made anew from its key whenever it is
-wanted, and a module's parameters point to their perturbed copy only while it runs. The parameters
+No more than one module's noise exists at a time (but for small groups, whose noise is kept for the
+step): it is made anew from its key whenever it is wanted, and a module's parameters point to their
+perturbed copy only while it runs. The parameters
 themselves are never written to, so they come back bit-exact.
 """
 
@@ -23,13 +24,20 @@ if TYPE_CHECKING:
     from flops.estimators.parameter_noise import ParameterNoise
 
 
+KEEP = 1 << 22  # noise values, 16 MB
+Kept = dict[tuple[int, int, int], Tensor]
+"""Noise by draw, unit and parameter."""
+
+
 def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
     """Mean losses of the batch under each draw, then the sum of slope * noise."""
     draws = int(queries.counts[0]) // options.unit
+    # Made once for both signs and the sum, if that is little memory; else made anew each time.
+    kept: Kept | None = {} if draws * units.size <= KEEP else None
     signs = (1.0, -1.0)[: options.unit]
     means = queries.means(
         [
-            Change(units.prefix, _shift_all(options, units, queries, draw, sign))
+            Change(units.prefix, _shift_all(options, units, queries, draw, sign, kept))
             for draw in range(draws)
             for sign in signs
         ]
@@ -38,7 +46,7 @@ def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> 
     gradients: Gradients = {}
     for draw, w in enumerate(slopes.tolist()):
         for number, unit in enumerate(units.units):
-            for parameter, z in _unit_noise(options, queries, draw, number, unit):
+            for parameter, z in _unit_noise(options, queries, draw, number, unit, kept):
                 if parameter not in gradients:
                     wide = torch.promote_types(torch.float32, parameter.dtype)
                     gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
@@ -60,34 +68,54 @@ def _draw(
 
 
 def _unit_noise(
-    options: ParameterNoise, queries: Queries, draw: int, number: int, unit: Unit
+    options: ParameterNoise,
+    queries: Queries,
+    draw: int,
+    number: int,
+    unit: Unit,
+    kept: Kept | None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for place, (path, parameter) in enumerate(unit.parameters.items()):
-        z = _draw(options, queries, draw, number, place, parameter)
-        if path in unit.padding:
-            z[unit.padding[path]] = 0
+        z = None if kept is None else kept.get((draw, number, place))
+        if z is None:
+            z = _draw(options, queries, draw, number, place, parameter)
+            if path in unit.padding:
+                z[unit.padding[path]] = 0
+            if kept is not None:
+                kept[draw, number, place] = z
         yield parameter, z
 
 
 def _shift_all(
-    options: ParameterNoise, units: Units, queries: Queries, draw: int, sign: float
+    options: ParameterNoise,
+    units: Units,
+    queries: Queries,
+    draw: int,
+    sign: float,
+    kept: Kept | None,
 ) -> dict[int, Action]:
     around: dict[int, Action] = {}
     for number, unit in enumerate(units.units):
-        action = _shift(options, queries, draw, sign, number, unit)
+        action = _shift(options, queries, draw, sign, number, unit, kept)
         around.update(dict.fromkeys(unit.calls, action))
     return around
 
 
 def _shift(
-    options: ParameterNoise, queries: Queries, draw: int, sign: float, number: int, unit: Unit
+    options: ParameterNoise,
+    queries: Queries,
+    draw: int,
+    sign: float,
+    number: int,
+    unit: Unit,
+    kept: Kept | None,
 ) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         saved = [(p, p.data) for p in unit.parameters.values()]
         try:
             with unit.clean_padding():
-                for parameter, z in _unit_noise(options, queries, draw, number, unit):
-                    parameter.data = z.mul_(sign * options.sigma).add_(parameter.data)
+                for parameter, z in _unit_noise(options, queries, draw, number, unit, kept):
+                    parameter.data = torch.add(parameter.data, z, alpha=sign * options.sigma)
                 return forward(*args, **kwargs)
         finally:
             for parameter, data in saved:
