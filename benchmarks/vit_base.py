@@ -16,11 +16,12 @@ METHODS = ("bp", "mezo", "n-spsa", "lr", "ops-lr", "shaped-lr")
 BATCH, QUERIES = 2, 2
 
 CHILD = """
-import json, resource, sys, time, warnings
+import json, sys, time, warnings
 import torch, torch.nn.functional as F
 from flops.methods import PRESETS, Method, engine
 from flops.tasks.models import load_model
 from flops.tasks.vision import logits
+from flops.training import peak_memory
 warnings.simplefilter("ignore")
 name, batch, queries = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 preset = PRESETS["vit-base"]
@@ -28,7 +29,7 @@ model, form = load_model("random:vit-base", 10)
 x, y = torch.randn(batch, form.channels, form.size, form.size), torch.arange(batch) % 10
 with torch.inference_mode():
     model(x)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+peak = lambda: peak_memory() / 2**20
 before = peak()
 method = Method(name, queries, preset.sigma, stages=preset.stages)
 loss_fn = lambda out, y: F.cross_entropy(logits(out), y, reduction="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import random
@@ -15,11 +16,14 @@ import pytest
 import torch
 from PIL import Image
 
+from flops.errors import FlopsError
+from flops.options import Config
 from flops.tasks import images, vision
 from flops.tasks.hub import NAMED
 from flops.tasks.images import ImageFormat, load
 from flops.tasks.pixels import decode
 from flops.tasks.splits import LazySplit, StoredSplit, hold_out
+from flops.trainer import Trainer
 
 datasets = pytest.importorskip("datasets")
 
@@ -504,6 +508,22 @@ def test_options_that_do_not_fit_the_data_set(tmp_path):
         load(folder, GREY, image_column="image_data", label_column="none")
     with pytest.raises(ValueError, match="labels are text or whole numbers"):
         load(folder, GREY, image_column="image_data", label_column="extra")
+
+
+def test_splits_are_chosen_by_settings(tmp_path):
+    named_copy("imagenet").save_to_disk(tmp_path / "copy")  # its test split has no labels
+    base = Config(data=str(tmp_path / "copy"), method="bp", batch=8)
+    with pytest.raises(FlopsError, match="choose another one with `splits`, such as test="):
+        Trainer(base)
+    chosen = dataclasses.replace(base, splits=("test=validation", "validation=none"))
+    assert len(Trainer(chosen).data.test) == 24
+
+
+def test_a_mistyped_path_is_no_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "photos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no data 'photos/trian'"):
+        load("photos/trian", GREY)
 
 
 def test_labels_out_of_range(tmp_path):

@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flops import checkpoints, results
+from flops import checkpoints, results, trainer
 from flops.checkpoints import CheckpointError
 from flops.cli import main
 from flops.errors import FlopsError
 from flops.options import Config, ConfigError
 from flops.runs import RunFolder, RunFolderError
+from flops.tasks import images
 from flops.training import Silence, train
 from flops.trees import encode
 
@@ -220,7 +221,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_goes_on(
     assert_alike(tmp_path, unbroken)
 
 
-def test_one_process_at_a_time_and_the_same_data(tmp_path: Path) -> None:
+def test_one_process_at_a_time_and_the_same_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small(method="bp", output=str(tmp_path))
     with pytest.raises(Stop):
         train(config, display=Stopper(3))
@@ -230,6 +233,15 @@ def test_one_process_at_a_time_and_the_same_data(tmp_path: Path) -> None:
     run.close()
     with pytest.raises(FlopsError, match="restore the data, or start a new run"):
         train(dataclasses.replace(config, limit=35), resume=True)
+    names = ("zero", *map(str, range(1, 10)))
+
+    def renamed(*given: Any, **options: Any) -> images.ImageData:
+        return dataclasses.replace(images.load(*given, **options), classes=names)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(trainer, "load", renamed)
+        with pytest.raises(FlopsError, match="labels or classes"):
+            train(config, resume=True)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RunFolderError, match="shorter than at the checkpoint"):
         train(config, resume=True)

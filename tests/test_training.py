@@ -60,6 +60,8 @@ def test_a_config_survives_json() -> None:
         ({"marks": [0]}, "marks must be greater than 0"),
         ({"sigma": [1e-3, 1e-3]}, "one sigma, or one for each of the 3"),
         ({"chunk": 1}, "chunk must be at least 2"),
+        ({"splits": ["test"]}, "splits are given as train=NAME"),
+        ({"splits": ["dev=train"]}, "splits are given as train=NAME"),
         ({"seed": 2**63}, "seed must be 0 or more, and less than"),
         ({"learning_rate": 10**400}, "learning_rate must be a number"),
     ],

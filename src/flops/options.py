@@ -45,6 +45,11 @@ class Config:
     """Column of images, of a Hugging Face data set; None finds it."""
     label_column: str | None = None
     """Column of classes, of a Hugging Face data set; None finds it."""
+    split_column: str | None = None
+    """Column that says which split a row belongs to, of a Hugging Face data set."""
+    splits: tuple[str, ...] = ()
+    """Which of its splits to use, such as train=train validation=none test=validation; none holds
+    them out of train."""
     limit: int | None = None
     """Most points of each split, for a quick look; None for all."""
     method: MethodName = "shaped-lr"
@@ -110,12 +115,29 @@ class Config:
         wait = self.checkpoint_seconds
         self._need(wait is None or wait >= 0, "checkpoint_seconds", "0 or more, or None")
         self._need(all(s > 0 for s in self.sigma or ()), "sigma", "greater than 0")
+        self.named_splits()
         if self.epochs is None and self.budget is None:
             raise ConfigError("epochs or budget must be given, or training never ends")
         try:
             self.recipe()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def named_splits(self) -> dict[str, str | None] | None:
+        """The splits by our names; None if none were given.
+
+        Raises:
+            ConfigError: If one is not written as ours=theirs.
+        """
+        found: dict[str, str | None] = {}
+        for given in self.splits:
+            ours, equals, theirs = given.partition("=")
+            if not equals or not theirs or ours not in ("train", "validation", "test"):
+                raise ConfigError(
+                    f"splits are given as train=NAME, validation=NAME or test=NAME, not '{given}'"
+                )
+            found[ours] = None if theirs.lower() == "none" else theirs
+        return found or None
 
     def _need(self, met: bool, name: str, allowed: str) -> None:
         numbers = getattr(self, name)

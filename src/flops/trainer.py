@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -184,7 +185,16 @@ class Trainer:
             "progress": self.progress.to_dict(),
             "latest": self.latest.clone(),
             "points": [len(self.data.train), len(self.data.validation), len(self.data.classes)],
+            "labels": self._digest(),
         }
+
+    def _digest(self) -> int:
+        """A number that changes when classes or the labels of any split do."""
+        data = self.data
+        found = crc32("\n".join(data.classes).encode())
+        for split in (data.train, data.validation, data.test):
+            found = crc32(split.labels.long().cpu().numpy().tobytes(), found)
+        return found
 
     def load_state_dict(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue where a checkpoint was taken.
@@ -198,6 +208,11 @@ class Trainer:
                 f"the run was started with {state['points']} training points, validation points "
                 f"and classes, and '{self.config.data}' has {now} now; restore the data, or start "
                 "a new run"
+            )
+        if state.get("labels", self._digest()) != self._digest():
+            raise FlopsError(
+                f"labels or classes of '{self.config.data}' are not those that the run was started "
+                "with; restore the data, or start a new run"
             )
         self.model.load_state_dict(weights)
         self.fg.load_state_dict(state["engine"])
@@ -214,6 +229,8 @@ def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
             image_format(config.model),
             image_column=config.image_column,
             label_column=config.label_column,
+            split_column=config.split_column,
+            splits=config.named_splits(),
             config=config.data_config,
             strict=config.strict,
             limit=config.limit,

@@ -98,7 +98,8 @@ def label_codes(
                 span = f"{kept[0]!r} to {kept[-1]!r} ({len(kept)} classes)"
                 raise ValueError(
                     f"point {row} of the {split} split has the label {value!r}; allowed are {span}."
-                    " A split without labels cannot be used: choose another one with splits"
+                    " A split without labels cannot be used: choose another one with `splits`,"
+                    " such as test=validation"
                 )
         codes[split] = np.array([allowed[value] for value in column.tolist()], np.int64)
     return codes, names

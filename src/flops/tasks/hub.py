@@ -186,7 +186,7 @@ def _name_splits(theirs: tuple[str, ...], wanted: Mapping[str, str | None]) -> d
     missing = [name for name in named.values() if name not in theirs]
     if missing or "train" not in named:
         what = f"no split {missing[0]!r}" if missing else "no split for training"
-        advice = "choose with splits, such as {'test': 'validation'}"
+        advice = "choose with `splits`, such as test=validation"
         raise ValueError(f"{what}; the data set has {', '.join(theirs)}: {advice}")
     if len(set(named.values())) < len(named):
         raise ValueError(

@@ -152,7 +152,8 @@ def _resolve(data: str, format: ImageFormat) -> vision.Splits | Entry | Path:
         if path.is_dir():
             return path
         raise ValueError(f"{path} is a file, and not a parquet file; give the folder it is in")
-    if not colon and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data):
+    hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data)
+    if not colon and hub_id and not path.parent.is_dir():  # else it is a local path, mistyped
         return Entry(data)
     raise FileNotFoundError(
         f"no data {data!r}: give one of {', '.join(NAMES)}, the path of a folder or parquet file "
