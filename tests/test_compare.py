@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flops.cli import main
-from flops.compare import SWEEP_SEED, Plan, Run, cost_of_epochs, measure
+from flops.compare import SWEEP_SEED, Chosen, Plan, Run, cost_of_epochs, measure
 from flops.methods import MethodName
 from flops.options import Config
 from flops.report.comparison import differences, sentence, sweep_table, table
@@ -85,6 +85,20 @@ def test_the_sweep_looks_at_validation_only(tmp_path: Path) -> None:
         assert all(e["test"] is None for e in one["result"]["curve"])
 
 
+def test_each_table_has_the_run_that_was_tuned_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flops.compare._sweep", lambda *_: Chosen(1e-3, 1e-3, 1e-2, 1e-3))
+    run(tmp_path, "--methods", "bp", "--seeds", "1", "--budget", "800")
+    (found,) = json.loads((tmp_path / "results.json").read_text())["results"]["bp"]
+    runs = [json.loads(p.read_text()) for p in (tmp_path / "cells/runs").glob("*.json")]
+    by_rate = {one["settings"]["learning_rate"]: one["result"] for one in runs}
+    assert found["at_budget"] == by_rate[1e-3]["at_budget"]
+    assert found["at_epochs"] == by_rate[1e-2]["at_epochs"]
+    assert "at_budget" not in by_rate[1e-2]
+    assert sum(e["test"] is not None for e in by_rate[1e-2]["curve"]) == 1
+
+
 def test_no_method_twice(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="different methods"):
         run(tmp_path, "--methods", "bp", "bp")
@@ -122,7 +136,7 @@ def test_a_setting_that_diverges_is_only_a_bad_one(tmp_path: Path) -> None:
     run(tmp_path, "--methods", "bp", "--learning-rates", "1e30", "1e-3", "--seeds", "1")
     chosen = json.loads((tmp_path / "results.json").read_text())["chosen"]["bp"]
     assert chosen["learning_rate"] == 1e-3
-    assert chosen["tried"][0] == [1e30, 1e-3, 0.0]
+    assert chosen["tried"][0] == [1e30, 1e-3, 0.0, 0.0]
 
 
 def test_tables_say_what_was_seen() -> None:

@@ -37,7 +37,7 @@ class Run:
     learning_rate: float
     sigma: float | None
     epochs: int
-    budget: float
+    budget: float | None
     model: str
     data: str
     queries: float
@@ -70,12 +70,11 @@ def measure(run: Run) -> Result:
     """Train, and return all evaluations and the two that are compared."""
     found = train(run.config())
     marks = {mark: e for e in found.evaluations for mark in e.marks}
-    return {
-        "at_epochs": marks[epoch_mark(run.epochs)].to_dict(),
-        "at_budget": marks[budget_mark(run.budget)].to_dict(),
-        "curve": [e.to_dict() for e in found.evaluations],
-        "peak_memory": found.peak_memory,
-    }
+    result: Result = {"at_epochs": marks[epoch_mark(run.epochs)].to_dict()}
+    if run.budget is not None:
+        result["at_budget"] = marks[budget_mark(run.budget)].to_dict()
+    curve = [e.to_dict() for e in found.evaluations]
+    return {**result, "curve": curve, "peak_memory": found.peak_memory}
 
 
 def try_out(run: Run) -> Result:
@@ -137,11 +136,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the sweep chose for a method, and all that it saw."""
+    """What the sweep chose for a method, and all that it saw.
+
+    Attributes:
+        learning_rate: The best at equal cost; and `sigma`.
+        epochs_rate: The best at equal epochs; and `epochs_sigma`. A method that takes many more
+            steps for the budget wants another rate there.
+        tried: Learning rate, sigma, and the validation accuracy at equal cost and equal epochs.
+    """
 
     learning_rate: float
     sigma: float
-    tried: tuple[tuple[float, float, float], ...]  # learning rate, sigma, validation accuracy
+    epochs_rate: float
+    epochs_sigma: float
+    tried: tuple[tuple[float, float, float, float], ...] = ()
 
 
 def compare(plan: Plan) -> tuple[Plan, dict[MethodName, Chosen], dict[MethodName, list[Result]]]:
@@ -162,22 +170,38 @@ def compare(plan: Plan) -> tuple[Plan, dict[MethodName, Chosen], dict[MethodName
         budget = float(round(max(cost_of_epochs(plan, method) for method in forward)))
         plan = dataclasses.replace(plan, budget=budget)
     chosen = {method: _sweep(plan, method) for method in plan.methods}
-    cells = {
-        method: [
-            Cell("runs", measure, plan.run(method, c.learning_rate, c.sigma, seed=s, test=True))
-            for s in range(plan.seeds)
-        ]
-        for method, c in chosen.items()
-    }
-    every = list(itertools.chain(*zip(*cells.values(), strict=True)))  # seed by seed
+    cells = {method: _cells(plan, method, c) for method, c in chosen.items()}
+    by_seed = zip(*cells.values(), strict=True)
+    every = [c for methods in by_seed for pair in methods for c in dict.fromkeys(pair)]
     run_cells(every, plan.folder, plan.workers, plan.console, "runs", fresh=True)
-    results = {m: [r for c in mine if (r := c.load(plan.folder))] for m, mine in cells.items()}
+    results = {method: [_both(plan, *pair) for pair in mine] for method, mine in cells.items()}
     return plan, chosen, results
+
+
+def _cells(plan: Plan, method: MethodName, chosen: Chosen) -> list[tuple[Cell, Cell]]:
+    """For every seed the run for equal cost and the one for equal epochs; often they are one."""
+    found = []
+    for seed in range(plan.seeds):
+        cost = plan.run(method, chosen.learning_rate, chosen.sigma, seed=seed, test=True)
+        epochs = plan.run(method, chosen.epochs_rate, chosen.epochs_sigma, seed=seed, test=True)
+        if epochs != cost:
+            epochs = dataclasses.replace(epochs, budget=None)  # ends with the epochs
+        found.append((Cell("runs", measure, cost), Cell("runs", measure, epochs)))
+    return found
+
+
+def _both(plan: Plan, cost: Cell, epochs: Cell) -> Result:
+    """One result: each table has the run that was tuned for it."""
+    found, other = cost.load(plan.folder), epochs.load(plan.folder)
+    assert found is not None
+    assert other is not None
+    return {**found, "at_epochs": other["at_epochs"]}
 
 
 def cost_of_epochs(plan: Plan, method: MethodName) -> float:
     """Forward equivalents of the epochs, by taking two steps: a first one may cost more."""
-    trainer = Trainer(plan.run(method, plan.learning_rates[0], plan.sigmas[-1]).config())
+    still = 1e-9  # a learning rate with which nothing diverges
+    trainer = Trainer(plan.run(method, still, plan.sigmas[-1]).config())
     trainer.step()
     before = trainer.progress.spent  # with looking at the structure, pruning
     points = trainer.points * plan.epochs - plan.base.batch
@@ -191,7 +215,7 @@ def _sweep(plan: Plan, method: MethodName) -> Chosen:
     sigmas: Sequence[float] = plan.sigmas[-1:] if method == "bp" else plan.sigmas
     pairs = list(itertools.product(plan.learning_rates, sigmas))
     if len(pairs) == 1:
-        return Chosen(*pairs[0], ())
+        return Chosen(*pairs[0], *pairs[0])
     # As long, in proportion, as the reported runs: cheap methods take more epochs for a budget.
     share = (plan.budget or 1.0) * plan.sweep_epochs / plan.epochs
     cells = [
@@ -203,7 +227,14 @@ def _sweep(plan: Plan, method: MethodName) -> Chosen:
         for rate, sigma in pairs
     ]
     found = run_cells(cells, plan.folder, plan.workers, plan.console, f"sweep {method}")
-    scores = [float(one["at_budget"]["accuracy"]) for one in found]
-    best = max(range(len(pairs)), key=lambda i: scores[i])
-    tried = tuple((*pair, score) for pair, score in zip(pairs, scores, strict=True))
-    return Chosen(*pairs[best], tried)
+    cost, epochs = (
+        [float(one.get(mark, {}).get("accuracy", 0.0)) for one in found]
+        for mark in ("at_budget", "at_epochs")
+    )
+    whole = ["diverged" not in one for one in found]
+    best = [
+        max(range(len(pairs)), key=lambda i: (whole[i], first[i], second[i]))
+        for first, second in ((cost, epochs), (epochs, cost))
+    ]
+    tried = tuple((*pairs[i], cost[i], epochs[i]) for i in range(len(pairs)))
+    return Chosen(*pairs[best[0]], *pairs[best[1]], tried)

@@ -48,15 +48,24 @@ def table(results: Results, mark: str, title: str, note: str) -> Sheet:
 
 
 def sweep_table(chosen: Mapping[MethodName, Any]) -> Sheet | None:
-    """What the sweep saw, the chosen settings first; None if nothing was swept."""
+    """What the sweep saw, the best at equal cost first; None if nothing was swept."""
     rows = []
     for method, c in chosen.items():
-        for rate, sigma, score in sorted(c.tried, key=lambda t: -t[2]):
+        for rate, sigma, cost, epochs in sorted(c.tried, key=lambda t: -t[2]):
             noise = "-" if method == "bp" else f"{sigma:g}"
-            rows.append((method, f"{rate:g}", noise, f"{100 * score:.1f}"))
-    header = ("method", "learning rate", "sigma", "validation accuracy, %")
-    note = "The first line of each method was chosen; a run that diverged counts as 0. One seed, "
-    note += "not among those reported."
+            tables = [
+                name
+                for name, pair in (
+                    ("a", (c.learning_rate, c.sigma)),
+                    ("b", (c.epochs_rate, c.epochs_sigma)),
+                )
+                if pair == (rate, sigma)
+            ]
+            scores = (f"{100 * cost:.1f}", f"{100 * epochs:.1f}")
+            rows.append((method, f"{rate:g}", noise, *scores, " ".join(tables)))
+    header = ("method", "learning rate", "sigma", "at equal cost, %", "at equal epochs, %", "for")
+    note = "Validation accuracy, and the table that the setting was chosen for. A run that "
+    note += "diverged counts as 0. One seed, not among those reported."
     return Sheet("Sweep", header, rows, note) if rows else None
 
 
