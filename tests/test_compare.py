@@ -99,6 +99,23 @@ def test_each_table_has_the_run_that_was_tuned_for_it(
     assert sum(e["test"] is not None for e in by_rate[1e-2]["curve"]) == 1
 
 
+def test_targets_can_be_chosen_and_older_results_are_still_read(tmp_path: Path) -> None:
+    options = ("--methods", "lr", "--seeds", "1", "--targets", "block")
+    run(tmp_path, *options)
+    assert "| lr | block |" in (tmp_path / "tables.md").read_text()
+    (cell,) = (tmp_path / "cells/runs").glob("*.json")
+    kept = json.loads(cell.read_text())
+    assert kept["settings"]["targets"] == "block"
+    run(tmp_path, "--methods", "lr", "--seeds", "1")
+    (other,) = {*(tmp_path / "cells/runs").glob("*.json")} - {cell}
+    kept = json.loads(other.read_text())
+    del kept["settings"]["targets"]  # as written before there was such a setting
+    other.write_text(json.dumps(kept))
+    before = other.stat().st_mtime_ns
+    run(tmp_path, "--methods", "lr", "--seeds", "1")
+    assert other.stat().st_mtime_ns == before
+
+
 def test_no_method_twice(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="different methods"):
         run(tmp_path, "--methods", "bp", "bp")

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from flops.errors import FlopsError, NonFiniteLossError
+from flops.estimators.likelihood_ratio import Targets
 from flops.methods import MethodName
 from flops.options import Config
 from flops.progress import budget_mark, epoch_mark
@@ -45,6 +46,7 @@ class Run:
     test: bool
     limit: int | None = None
     seed: int = 0
+    targets: Targets | None = None
 
     def config(self) -> Config:
         """The same as a training run that writes no folder."""
@@ -55,6 +57,7 @@ class Run:
             method=self.method,
             queries=self.queries,
             sigma=None if self.sigma is None else (self.sigma,),
+            targets=self.targets if "lr" in self.method else None,
             epochs=self.epochs,
             budget=self.budget,
             until="last",
@@ -98,7 +101,7 @@ class Plan:
         learning_rates: To choose from; a single one is not swept.
         sigmas: To choose from.
         sweep_epochs: Epochs of a run of the sweep.
-        base: Model, data, queries, batch and limit.
+        base: Model, data, queries, batch, limit and targets.
         folder: Where results are kept, run by run.
         workers: Processes, of one thread each.
     """
@@ -130,6 +133,7 @@ class Plan:
             base.batch,
             test=False,
             limit=base.limit,
+            targets=base.targets,
         )
         return dataclasses.replace(given, **changed)
 

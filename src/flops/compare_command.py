@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flops.compare import Plan, compare
 from flops.errors import FlopsError
+from flops.estimators.likelihood_ratio import Targets
 from flops.methods import METHODS, MethodName
 from flops.options import Config
 from flops.report.comparison import differences, plot, sentence, sweep_table, table
@@ -54,6 +55,8 @@ class Compare:
     """Mean queries per point and group."""
     batch: int = Config.batch
     """Points of a batch."""
+    targets: Targets | None = None
+    """What all methods of likelihood ratio perturb; None is each one's own choice."""
     limit: int | None = None
     """Most points of each split, for a quick look."""
     workers: int = 2
@@ -75,6 +78,7 @@ class Compare:
             batch=self.batch,
             limit=self.limit,
             budget=self.budget,
+            targets=self.targets,
         )
         try:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -108,8 +112,15 @@ class Compare:
                 "at_budget",
                 f"(a) Equal cost: {plan.budget:,.0f} forward equivalents, {spread}",
                 cost,
+                self.targets,
             ),
-            table(results, "at_epochs", f"(b) Equal epochs: {self.epochs}, {spread}", cost),
+            table(
+                results,
+                "at_epochs",
+                f"(b) Equal epochs: {self.epochs}, {spread}",
+                cost,
+                self.targets,
+            ),
             differences(results),
             sweep_table(chosen),
         ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flops.estimators.likelihood_ratio import Targets
 from flops.methods import Method, MethodName
 from flops.report.metrics import interval
 from flops.report.plots import matplotlib_figures
@@ -17,7 +18,9 @@ Results = Mapping[MethodName, Sequence[Mapping[str, Any]]]
 HEADER = ("method", "perturbs", "test accuracy, %", "epochs", "queries", "forwards", "s", "MB")
 
 
-def table(results: Results, mark: str, title: str, note: str) -> Sheet:
+def table(
+    results: Results, mark: str, title: str, note: str, targets: Targets | None = None
+) -> Sheet:
     """One row for each method: mean ± standard deviation over the seeds.
 
     Args:
@@ -25,6 +28,7 @@ def table(results: Results, mark: str, title: str, note: str) -> Sheet:
         mark: "at_budget" or "at_epochs".
         title: Of the table.
         note: Below it.
+        targets: What likelihood ratio perturbs; None is each method's own choice.
     """
     rows = []
     for method, found in results.items():
@@ -33,7 +37,7 @@ def table(results: Results, mark: str, title: str, note: str) -> Sheet:
         rows.append(
             (
                 method,
-                Method(method).perturbs or "-",
+                Method(method, targets=targets if "lr" in method else None).perturbs or "-",
                 f"{accuracy.mean:.1f} ± {accuracy.spread:.1f}"
                 if len(seen) > 1
                 else f"{accuracy.mean:.1f}",

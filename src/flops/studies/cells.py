@@ -68,7 +68,13 @@ class Cell:
             kept = json.loads(self.path(folder).read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        if kept.get("settings") != json.loads(json.dumps(dataclasses.asdict(self.settings))):
+        defaults = {
+            f.name: f.default
+            for f in dataclasses.fields(self.settings)
+            if f.default is not dataclasses.MISSING
+        }  # of settings that are newer than the result
+        now = json.loads(json.dumps(dataclasses.asdict(self.settings)))
+        if {**json.loads(json.dumps(defaults)), **kept.get("settings", {})} != now:
             return None
         result: Result = kept["result"]
         return result
