@@ -114,7 +114,7 @@ def test_a_fresh_head_learns_fashion_mnist(tmp_path):
     before, *_, after = finetune(tmp_path / "run", *options)
     assert before["accuracy"] < 0.2
     assert after["epoch"] == 2
-    assert after["test"] > 0.7
+    assert after["test"] > 0.75
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_grocery_photos(tmp_path, monkeypatch):
     data = load(folder, image_format(str(tmp_path / "colour")), strict=True)
     assert len(data.classes) == 14
     assert [len(getattr(data, name)) for name in SPLITS] == [586, 146, 661]
-    options = ("--data", folder, "--model", tmp_path / "colour", "--queries", 8, "--epochs", 4)
-    before, *_, after = finetune(tmp_path / "run", *options, "--learning-rate", 3e-3)
+    options = ("--data", folder, "--model", tmp_path / "colour", "--queries", 8, "--batch", 16)
+    before, *_, after = finetune(tmp_path / "run", *options, "--epochs", 5)
     assert before["accuracy"] < 0.15
-    assert after["test"] > 0.2
+    assert after["test"] > 0.16
