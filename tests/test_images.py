@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import random
 import shutil
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -659,16 +657,3 @@ def test_held_out_rows_are_stratified_and_complete():
     rest, held = hold_out(labels, 10)
     assert sorted([*rest, *held]) == list(range(100))
     assert np.bincount(labels[held]).tolist() == [5, 3, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "FLOPS_GROCERIES" not in os.environ, reason="scripts/fetch_groceries.py fetches them"
-)
-def test_grocery_photos():
-    data = load(
-        os.environ["FLOPS_GROCERIES"], ImageFormat(32, 3, (0.5,) * 3, (0.5,) * 3), strict=True
-    )
-    assert len(data.classes) == 14
-    assert [len(getattr(data, name)) for name in SPLITS] == [675, 57, 661]
-    assert Path(os.environ["FLOPS_GROCERIES"]).is_dir()

@@ -1,0 +1,53 @@
+"""Write the bundled vision transformer as a model of RGB images, to fine-tune on photos.
+
+Its weights for one grey channel are shared out to red, green and blue by their part in grey (as
+Pillow mixes them), so the new model does with a photo what the bundled one does with its grey copy.
+Training can then tell colours apart. Nothing is pretrained anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import ViTForImageClassification
+from transformers.utils import logging
+
+from flops.results import preprocessor
+from flops.tasks import vision
+from flops.tasks.pixels import ImageFormat
+
+GREY = (0.299, 0.587, 0.114)
+FORMAT = ImageFormat(vision.IMAGE_SIZE, 3, (vision.IMAGE_MEAN,) * 3, (vision.IMAGE_STD,) * 3)
+WEIGHT = "vit.embeddings.patch_embeddings.projection.weight"
+
+
+def colour_vit() -> ViTForImageClassification:
+    """Return the bundled model, its head included, for three channels."""
+    bundled = vision.bundled_vit(pretrained_head=True)
+    weights = bundled.state_dict()
+    weights[WEIGHT] = weights[WEIGHT] * torch.tensor(GREY)[:, None, None]  # (64, 3, 8, 8)
+    bundled.config.num_channels = 3
+    model = ViTForImageClassification(bundled.config)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where to write; must not exist yet")
+    folder = parser.parse_args().folder
+    if folder.exists():
+        parser.error(f"{folder} exists; give a new folder, or use this one")
+    logging.disable_progress_bar()
+    colour_vit().save_pretrained(folder)
+    text = json.dumps(preprocessor(FORMAT), indent=2) + "\n"
+    (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+    print(f"Written to {folder}; use it with --model {folder}")
+
+
+if __name__ == "__main__":
+    main()
