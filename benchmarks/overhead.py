@@ -56,6 +56,9 @@ class Case:
 CASES = {
     "LR, block targets": Case("block", LikelihoodRatio(), 1.15),
     "LR, leaf targets": Case("leaf", LikelihoodRatio(targets="leaf"), 1.5),
+    "LR, leaf targets, signs": Case(
+        "leaf", LikelihoodRatio(targets="leaf", noise="rademacher"), 1.5
+    ),
     "LR, stage targets": Case("stage", LikelihoodRatio(targets="stage"), None),
     "SPSA, per-point draws": Case("parameters", SPSA(), 1.4),
     "SPSA, shared draws": Case("shared", SPSA(shared=True), 1.15),

@@ -183,3 +183,31 @@ def test_mix_tells_all_small_keys_apart() -> None:
     assert len(keys) == 6 * 20 * 20
     assert len({mix(), mix(0), mix(0, 0), mix(1, 0), mix(0, 1)}) == 5
     assert 0 <= mix(-1, 2**70) < 2**64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("most", [0, 1 << 24])
+def test_noise_made_by_threads_is_the_same(
+    kind: str, threads: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = torch.tensor([0] * 6 + [1] * 6 + [2] * 6)
+    draws = torch.arange(6).repeat(3)
+    parts = [(points[a:b], draws[a:b]) for a, b in ((0, 5), (5, 7), (7, 16), (16, 18))]
+    truth = stream(kind, 37).rows(points, draws).clone()
+    monkeypatch.setattr("flops.noise.AHEAD", most)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    found = torch.cat([part.clone() for part in stream(kind, 37).ahead(parts)])
+    assert torch.equal(found, truth)
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    parts = [(torch.tensor([0, 0]), torch.tensor([2 * i, 2 * i + 1])) for i in range(3)]
+    noise = stream("gaussian", 5).ahead(parts)
+    next(noise)
+    monkeypatch.setattr(NoiseStream, "take", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        list(noise)

@@ -151,24 +151,45 @@ class NoiseStream:
         return out[: len(points), : self._size]
 
     def ahead(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """Noise of parts (points, draws) in turn, the next made by a thread while one is used.
+        """Noise of parts (points, draws) in turn, made by threads where that is faster.
 
-        What was yielded is overwritten when the one after the next is asked for.
+        If torch has one thread and the machine more, the next part is made while one is used; if
+        torch has several, they share each part. What was yielded is overwritten later on.
         """
         most = max((len(points) for points, _ in parts), default=0)
-        if len(parts) < 2 or most * self._size > AHEAD or (os.cpu_count() or 1) < 2:
+        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+        if self._kind != "gaussian" or len(parts) < 2 or cores < 2:  # signs are made in no time
             buffer = self._buffer(most)
             for points, draws in parts:
                 yield self.rows(points, draws, buffer)
-            return
-        buffers = [self._buffer(most) for _ in range(2)]
-        with ThreadPoolExecutor(1) as thread:
-            job = thread.submit(self.rows, *parts[0], buffers[0])
-            for number in range(1, len(parts) + 1):
-                ready = job.result()
-                if number < len(parts):
-                    job = thread.submit(self.rows, *parts[number], buffers[number % 2])
-                yield ready
+        elif threads > 1 or most * self._size > AHEAD:
+            yield from self._together(parts, self._buffer(most), min(cores, max(2, threads)))
+        else:
+            buffers = [self._buffer(most) for _ in range(2)]
+            with ThreadPoolExecutor(1) as thread:
+                job = thread.submit(self.rows, *parts[0], buffers[0])
+                for number in range(1, len(parts) + 1):
+                    ready = job.result()
+                    if number < len(parts):
+                        job = thread.submit(self.rows, *parts[number], buffers[number % 2])
+                    yield ready
+
+    def _together(
+        self, parts: Sequence[tuple[Tensor, Tensor]], buffer: Tensor, threads: int
+    ) -> Iterator[Tensor]:
+        """Every part cut into as many pieces as there are threads."""
+        key = (self._kind, self._key, self._ids, self._draws, self._size)
+        streams = [NoiseStream(*key) for _ in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            for points, draws in parts:
+                cuts = [len(points) * i // threads for i in range(threads + 1)]
+                jobs = [
+                    pool.submit(stream.rows, points[a:b], draws[a:b], buffer[a:b])
+                    for stream, (a, b) in zip(streams, pairwise(cuts), strict=True)
+                ]
+                for job in jobs:
+                    job.result()
+                yield buffer[: len(points), : self._size]
 
     def _buffer(self, rows: int) -> Tensor:
         return torch.empty(rows, width(self._kind, self._size), dtype=torch.float32, device="cpu")
