@@ -215,12 +215,16 @@ class ForwardGradient:
         )
 
     def _reads_clean(self, layout: Layout) -> bool:
-        return (
-            bool(layout.needed)
-            or layout.embedding is not None
+        if (
+            layout.embedding is not None
             or not all(isinstance(allocator, Equal) for allocator in self.allocators.values())
             or any(getattr(g.estimator, "reads_clean", True) for g in self.groups)
-        )
+        ):
+            return True
+        # A pass only to replay a part of it pays if that part is large, or used often.
+        prefixes = [getattr(binding, "prefix", None) for binding in layout.bindings]
+        pairs = zip(prefixes, self.groups, strict=True)
+        return bool(sum(prefix.share * group.queries for prefix, group in pairs if prefix) >= 1)
 
     def _commit(self, found: Sequence[Gradients]) -> None:
         total: Gradients = {}

@@ -82,7 +82,7 @@ class Change:
     """A change of the model that all points share: what is replayed, and what calls do instead."""
 
     prefix: Prefix
-    around: Mapping[int, Action]
+    around: Callable[[], Mapping[int, Action]]  # made when it is wanted: there may be thousands
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,11 @@ class Queries:
         found = [torch.empty(0, dtype=self.losses.dtype)]
         for number in range(begin // self.size, -(-end // self.size)):
             change, first = changes[number], number * self.size
+            around = change.around()
             low, high = max(begin - first, 0), min(end - first, self.size)
             for a, b in spans(high - low, self.chunk):
                 points = torch.arange(low + a, low + b)
-                found.append(self.run(change.prefix, points, around=change.around).cpu())
+                found.append(self.run(change.prefix, points, around=around).cpu())
         losses = self.team.join(torch.cat(found), begin, bounds[-1])
         if not self.team.alone:
             check_finite(losses, f"queries of group '{self.name}'")

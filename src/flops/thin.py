@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.script import Forward
 from flops.structure import Call, Leaf
-from flops.units import Unit
 
 RankOne = tuple[Tensor, Tensor]  # a (R, out), b (R, rest)
 RowNoise = Mapping[str, RankOne | Tensor]
@@ -61,34 +59,6 @@ def _vector(v: Any, y: Tensor, trailing: int) -> Tensor:
     """Shape (R, n) to (R, 1, ..., n, 1, ..., 1) with the given number of axes behind n."""
     middle = y.dim() - 2 - trailing
     return v.reshape(len(v), *[1] * middle, -1, *[1] * trailing)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a parameter's noise lies in a row: a of length ``out``, then b of length ``rest``."""
-
-    unit: Unit
-    path: str
-    parameter: nn.Parameter
-    offset: int
-    out: int
-    rest: int
-
-    def cut(self, z: Tensor) -> Any:
-        """The signs of this parameter: a and b, or a vector."""
-        middle = self.offset + self.out
-        z = z.to(self.parameter.device)
-        a = z[:, self.offset : middle]
-        if not self.rest:
-            return a
-        padding = self.unit.padding.get(self.path)
-        if padding is not None:
-            a = a.index_fill(1, torch.tensor([padding], device=a.device), 0)
-        return a, z[:, middle : middle + self.rest]
-
-    def noise(self, z: Tensor) -> Any:
-        """Cut, in the precision of the parameter."""
-        return tree_map(lambda part: part.to(self.parameter.dtype), self.cut(z))
 
 
 def linear(
@@ -163,15 +133,22 @@ def layer_norm(
 ) -> Tensor:
     """Y + weight noise * normalised x + bias noise."""
     x = batch_first(args, kwargs, _rows(noise), call)
-    y: Tensor = forward(x)
     shape = tuple(module.normalized_shape)
-    lead = [1] * (y.dim() - 1 - len(shape))
+    row = (len(x), *[1] * (x.dim() - 1 - len(shape)), *shape)
+    vectors = {name: _as(v).reshape(row) for name, v in noise.items()}
+    if vectors.keys() == {"weight", "bias"} and _is_plain(forward, module):
+        normal = F.layer_norm(x, shape, eps=module.eps)  # once, for the clean part and the noise
+        weight, bias = module.weight + vectors["weight"], module.bias + vectors["bias"]
+        return _output(torch.addcmul(bias, normal, weight), call)
+    y: Tensor = forward(x)
     if "weight" in noise:
-        normal = F.layer_norm(x, shape, eps=module.eps)
-        y = y.addcmul_(normal, _as(noise["weight"]).reshape(len(x), *lead, *shape))
-    if "bias" in noise:
-        y = y.add_(_as(noise["bias"]).reshape(len(x), *lead, *shape))
-    return _output(y, call)
+        y = torch.addcmul(y, F.layer_norm(x, shape, eps=module.eps), vectors["weight"])
+    return _output(y + vectors["bias"] if "bias" in noise else y, call)
+
+
+def _is_plain(forward: Forward, module: nn.Module) -> bool:
+    """Whether the module computes what its type says, and no one has put another function there."""
+    return getattr(forward, "__func__", None) is type(module).forward
 
 
 def _as(noise: RankOne | Tensor) -> Tensor:

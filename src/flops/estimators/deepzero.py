@@ -15,6 +15,7 @@ every few steps. A coordinate reuses all features that end before its own module
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -90,8 +91,7 @@ class DeepZero:
             for i in chosen:
                 at = torch.unravel_index(i, parameter.shape)  # of any memory format
                 step = _step(unit, parameter, at, self.sigma)
-                around: dict[int, Action] = dict.fromkeys(unit.calls, step)
-                changes.append(Change(binding.prefixes[number], around))
+                changes.append(Change(binding.prefixes[number], partial(_at_all, unit, step)))
                 places.append((parameter, at))
         w = (queries.means(changes) - clean) / self.sigma
         for (parameter, at), slope in zip(places, w, strict=True):
@@ -174,6 +174,10 @@ class Coordinates:
     def covers(self, use: Use) -> bool:
         """While a unit of that parameter runs."""
         return self.units.covers(use)
+
+
+def _at_all(unit: Unit, action: Action) -> dict[int, Action]:
+    return dict.fromkeys(unit.calls, action)
 
 
 def _step(unit: Unit, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: float) -> Action:

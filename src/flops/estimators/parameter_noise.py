@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from flops.chunking import MOST
+from flops.entries import Entry
 from flops.errors import CoverageError
 from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
 from flops.estimators.shared_parameters import estimate_shared
 from flops.groups import ResolvedGroup
 from flops.local import Gradients
 from flops.noise import Kind, NoiseStream, fill, generator
-from flops.plan import Rows, plan, spans
+from flops.plan import plan, spans
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.script import Action, Forward
 from flops.shaping import Shaping
 from flops.structure import Call, Structure
 from flops.thin import (
-    Entry,
     RowNoise,
     batch_first,
     is_rank_one,
@@ -108,9 +108,6 @@ class ParameterNoise:
         """Find the calls around which the parameters are perturbed."""
         rowwise = () if self.shared else tuple(thin_products())
         units = find_units(group, passes, reuse, rowwise)
-        if not self.reads_clean and units.prefix.share * group.queries < 1:
-            # A clean pass, only to replay a part of it, would cost more than it saves.
-            units = find_units(group, passes, False, rowwise)
         if self.shaping is not None:
             check_size(group.name, units)
         if not self.shared:
@@ -153,9 +150,6 @@ def _layout(units: Units) -> tuple[list[Entry], int]:
 
 def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
     entries, size = _layout(units)
-    factor = torch.ones(size)  # sigma and sign go into a and the vectors, not into b
-    for entry in entries:
-        factor[entry.offset + entry.out : entry.offset + entry.out + entry.rest] = 0
     dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
     device = entries[0].parameter.device
     gradients = {
@@ -171,8 +165,9 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
     for rows, z in zip(chunks, noise, strict=True):
         at, z = rows.points[once], z.to(device, dtype)  # (draws, size)
         seen: dict[str, Tensor] = {}
-        scaled = _scaled(z, rows, factor, options)
-        around = _perturb_rows(units.structure, entries, scaled, seen)
+        scale = (options.sigma * rows.signs).to(z).unsqueeze(1)  # (R, 1)
+        noisy = z.repeat_interleave(options.unit, 0) if options.unit > 1 else z
+        around = _perturb_rows(units.structure, entries, noisy, seen, scale)
         losses = queries.run(units.prefix, rows.points, around=around).cpu()
         w = options._slopes(losses, queries.losses[rows.points].cpu()).to(dtype)
         weighted = (rows.weights[once].to(dtype) * w / queries.size).to(device)
@@ -231,18 +226,16 @@ def _with_others(
     return total
 
 
-def _scaled(z: Tensor, rows: Rows, factor: Tensor, options: ParameterNoise) -> Tensor:
-    scale = (options.sigma * rows.signs).to(z).unsqueeze(1)  # (R, 1)
-    columns = factor.to(z).unsqueeze(0)
-    return z.repeat_interleave(options.unit, 0) * (scale * columns + (1 - columns))
-
-
 def _perturb_rows(
-    structure: Structure, entries: list[Entry], noise: Tensor, seen: dict[str, Tensor]
+    structure: Structure,
+    entries: list[Entry],
+    noise: Tensor,
+    seen: dict[str, Tensor],
+    scale: Tensor | float = 1.0,
 ) -> dict[int, Action]:
     around: dict[int, Action] = {}
     for unit in {entry.unit.name: entry.unit for entry in entries}.values():
-        parts = {e.path: e.noise(noise) for e in entries if e.unit is unit}
+        parts = {e.path: e.noise(noise, scale) for e in entries if e.unit is unit}
         for number in unit.calls:
             around[number] = _thin_action(unit, structure.calls[number], parts, seen)
     return around

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.asking import Space
+from flops.entries import Entry
 from flops.errors import CoverageError
 from flops.local import Gradients
 from flops.moments import Grid
@@ -29,7 +30,7 @@ from flops.queries import Estimate, Queries
 from flops.script import Action, Forward
 from flops.shaped_step import shaped_queries
 from flops.shaping import Shaping
-from flops.thin import Entry, batch_first, generic, used_tokens
+from flops.thin import batch_first, generic, used_tokens
 from flops.units import Unit, Units
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ themselves are never written to, so they come back bit-exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from flops.local import Gradients
 from flops.noise import fill, generator
 from flops.queries import Change, Estimate, Queries
+from flops.replay import nothing
 from flops.script import Action, Forward
 from flops.units import Unit, Units
 
@@ -35,9 +37,12 @@ def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> 
     # Made once for both signs and the sum, if that is little memory; else made anew each time.
     kept: Kept | None = {} if draws * units.size <= KEEP else None
     signs = (1.0, -1.0)[: options.unit]
+    # Without a clean pass there is nothing to replay.
+    recorded = units.prefix.needed <= queries.record.keys()
+    prefix = units.prefix if recorded else nothing(units.structure)
     means = queries.means(
         [
-            Change(units.prefix, _shift_all(options, units, queries, draw, sign, kept))
+            Change(prefix, partial(_shift_all, options, units, queries, draw, sign, kept))
             for draw in range(draws)
             for sign in signs
         ]
