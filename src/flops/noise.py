@@ -29,7 +29,6 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 _BLOCK = 16  # torch fills normals in blocks of 16: rows of whole blocks follow each other exactly
 _MASK = (1 << 64) - 1
-AHEAD = 1 << 24  # most values that are made ahead: they are there twice
 
 
 def mix(*parts: int) -> int:
@@ -150,34 +149,17 @@ class NoiseStream:
                     part[:, : self._size] = found
         return out[: len(points), : self._size]
 
-    def ahead(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """Noise of parts (points, draws) in turn, made by threads where that is faster.
+    def parts(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Noise of parts (points, draws) in turn, all in one buffer: use each before the next.
 
-        If torch has one thread and the machine more, the next part is made while one is used; if
-        torch has several, they share each part. What was yielded is overwritten later on.
+        Points are shared out over threads; torch itself makes the numbers of a generator by one.
         """
-        most = max((len(points) for points, _ in parts), default=0)
-        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-        if self._kind != "gaussian" or len(parts) < 2 or cores < 2:  # signs are made in no time
-            buffer = self._buffer(most)
+        buffer = self._buffer(max((len(points) for points, _ in parts), default=0))
+        threads = min(os.cpu_count() or 1, max(2, torch.get_num_threads()))
+        if self._kind != "gaussian" or threads < 2:  # signs are made in no time
             for points, draws in parts:
                 yield self.rows(points, draws, buffer)
-        elif threads > 1 or most * self._size > AHEAD:
-            yield from self._together(parts, self._buffer(most), min(cores, max(2, threads)))
-        else:
-            buffers = [self._buffer(most) for _ in range(2)]
-            with ThreadPoolExecutor(1) as thread:
-                job = thread.submit(self.rows, *parts[0], buffers[0])
-                for number in range(1, len(parts) + 1):
-                    ready = job.result()
-                    if number < len(parts):
-                        job = thread.submit(self.rows, *parts[number], buffers[number % 2])
-                    yield ready
-
-    def _together(
-        self, parts: Sequence[tuple[Tensor, Tensor]], buffer: Tensor, threads: int
-    ) -> Iterator[Tensor]:
-        """Every part cut into as many pieces as there are threads."""
+            return
         key = (self._kind, self._key, self._ids, self._draws, self._size)
         streams = [NoiseStream(*key) for _ in range(threads)]
         with ThreadPoolExecutor(threads) as pool:

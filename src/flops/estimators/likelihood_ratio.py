@@ -138,7 +138,7 @@ class LikelihoodRatio:
         stream = NoiseStream(self.noise, queries.key, queries.ids, draws, binding.size)
         slopes, once = [], slice(None, None, self.unit)  # a pair shares its draw
         chunks = list(queries.chunks(self.unit))
-        noise = stream.ahead([(rows.points[once], rows.draws[once]) for rows in chunks])
+        noise = stream.parts([(rows.points[once], rows.draws[once]) for rows in chunks])
         for rows, z in zip(chunks, noise, strict=True):
             at, z = rows.points[once], z.to(device, dtype)  # (draws, size)
             signed = z if self.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
@@ -158,7 +158,7 @@ class LikelihoodRatio:
         gradients = queries.local(
             binding.local_prefix,
             binding.local,
-            binding.split(delta / queries.size),
+            binding.split(delta.div_(queries.size)),
             energies.see,
             own=queries.own(self.unit),
             repeat=repeat,

@@ -160,7 +160,7 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
     stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
     slopes, once = [], slice(None, None, options.unit)
     chunks = list(queries.chunks(options.unit))
-    noise = stream.ahead([(rows.points[once], rows.draws[once]) for rows in chunks])
+    noise = stream.parts([(rows.points[once], rows.draws[once]) for rows in chunks])
     sizes = torch.full((queries.size,), float(units.size))
     for rows, z in zip(chunks, noise, strict=True):
         at, z = rows.points[once], z.to(device, dtype)  # (draws, size)
