@@ -26,6 +26,7 @@ PARTS = {
     "quality": "cosine to the exact gradient for 20 queries, by estimator and allocator",
     "fewer": "what training reaches with fewer queries and more steps at equal cost",
     "peers": "the same gradient from torchzero, torchopt and a plain MeZO loop",
+    "compiled": "what compiling the part behind the noise would save",
     "scaling": "rows per second of two processes over those of one",
     "scale": "a step of 1 to 1,024 processes, by simulation",
     "allocation": "J of the allocators over the optimum",

@@ -1,0 +1,62 @@
+"""Compiled: would `torch.compile` of what lies behind the noise pay?
+
+The rows of a chunk through the last layers of the bundled ViT, its norm and its head: seconds
+without / with compilation (inductor, fixed shapes), in inference mode, and what compiling takes.
+"Steps to pay" is after how many steps of 20 queries, batch 64 and three groups the time for
+compiling one suffix of each group is won back. The engine itself compiles nothing: noise,
+recording and replay change what single calls of modules do, and a model that is compiled already
+takes no notice of that; it is unwrapped.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.floor import CHUNK
+from benchmarks.quality import BATCH, QUERIES
+from benchmarks.timing import interleaved, median_and_spread, ratios
+from flops.tasks.vision import bundled_vit
+
+REPEATS = 15
+
+
+def run(repeats: int = REPEATS) -> dict[str, Any]:
+    """Suffixes of four and of two layers."""
+    model: Any = bundled_vit()
+    vit = model.vit
+    tokens, channels = vit.embeddings.position_embeddings.shape[1:]
+    hidden = torch.randn(CHUNK, tokens, channels)
+    results = {}
+    for first in (2, 4):
+
+        def suffix(hidden: Tensor, first: int = first) -> Tensor:
+            for layer in vit.layers[first:]:
+                hidden = layer(hidden)
+            found: Tensor = model.classifier(vit.layernorm(hidden)[:, 0])
+            return found
+
+        fast = torch.compile(suffix, dynamic=False)
+        with torch.inference_mode():
+            started = time.perf_counter()
+            compiled = fast(hidden)
+            compiling = time.perf_counter() - started
+            torch.testing.assert_close(compiled, suffix(hidden), rtol=1e-3, atol=1e-4)
+            runs = {
+                "eager": lambda suffix=suffix: suffix(hidden),
+                "compiled": lambda fast=fast: fast(hidden),
+            }
+            seconds = interleaved(runs, repeats, 3)
+        ratio, spread = median_and_spread(ratios(seconds["eager"], seconds["compiled"]))
+        saved = median_and_spread(seconds["eager"])[0] - median_and_spread(seconds["compiled"])[0]
+        chunks = BATCH * QUERIES / CHUNK
+        results[f"last {len(vit.layers) - first} layers"] = {
+            "eager / compiled": ratio,
+            "spread": spread,
+            "seconds to compile": compiling,
+            "steps to pay": compiling / (saved * chunks) if saved > 0 else None,
+        }
+    return results
