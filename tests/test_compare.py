@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 
 from flops.cli import main
-from flops.compare import SWEEP_SEED, Chosen, Plan, Run, cost_of_epochs, measure
+from flops.compare import cost_of_epochs
 from flops.methods import MethodName
 from flops.options import Config
+from flops.plans import Plan, Run, measure
 from flops.report.comparison import differences, sentence, sweep_table, table
+from flops.sweep import SWEEP_SEED, Chosen, Tried, sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 
@@ -85,10 +87,36 @@ def test_the_sweep_looks_at_validation_only(tmp_path: Path) -> None:
         assert all(e["test"] is None for e in one["result"]["curve"])
 
 
+def test_settings_are_chosen_by_runs_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two best rates of the short runs, the one that is better in the end."""
+    seen: list[Run] = []
+    short = {1e-3: 0.5, 3e-3: 0.8, 1e-2: 0.7, 3e-2: None}
+    full = {3e-3: (0.6, 0.4), 1e-2: (0.9, 0.3), 1e-3: (None, 0.7)}
+
+    def tried(plan: Plan, method: str, part: str, runs: dict[Any, Run]) -> tuple[Tried, ...]:
+        seen.extend(runs.values())
+        if part == "sweep":  # at equal epochs the lowest rate is the second best
+            return tuple(Tried(*p, short[p[0]], 0.9 if p[0] == 1e-3 else short[p[0]]) for p in runs)
+        return tuple(Tried(*pair, *full[pair[0]]) for pair in runs)
+
+    monkeypatch.setattr("flops.sweep._tried", tried)
+    rates = tuple(short)
+    quiet = Console(quiet=True)
+    plan = Plan(("lr",), 1, 4, 1e4, rates, (1e-3,), 1, Config(), tmp_path, 0, quiet)
+    chosen = sweep(plan, "lr")
+    assert (chosen.learning_rate, chosen.epochs_rate) == (1e-2, 1e-3)
+    finals = {run.learning_rate: run.budget for run in seen[4:]}
+    assert finals == {3e-3: 1e4, 1e-2: 1e4, 1e-3: None}
+    assert all(run.seed == SWEEP_SEED and not run.test for run in seen)
+    assert {(run.epochs, run.budget) for run in seen[:4]} == {(1, 2500.0)}
+
+
 def test_each_table_has_the_run_that_was_tuned_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flops.compare._sweep", lambda *_: Chosen(1e-3, 1e-3, 1e-2, 1e-3))
+    monkeypatch.setattr("flops.compare.sweep", lambda *_: Chosen(1e-3, 1e-3, 1e-2, 1e-3))
     run(tmp_path, "--methods", "bp", "--seeds", "1", "--budget", "800")
     (found,) = json.loads((tmp_path / "results.json").read_text())["results"]["bp"]
     runs = [json.loads(p.read_text()) for p in (tmp_path / "cells/runs").glob("*.json")]
@@ -153,7 +181,8 @@ def test_a_setting_that_diverges_is_only_a_bad_one(tmp_path: Path) -> None:
     run(tmp_path, "--methods", "bp", "--learning-rates", "1e30", "1e-3", "--seeds", "1")
     chosen = json.loads((tmp_path / "results.json").read_text())["chosen"]["bp"]
     assert chosen["learning_rate"] == 1e-3
-    assert chosen["tried"][0] == [1e30, 1e-3, 0.0, 0.0]
+    nothing = {"cost": None, "epochs": None}
+    assert chosen["tried"][0] == {"learning_rate": 1e30, "sigma": 1e-3, **nothing}
 
 
 def test_tables_say_what_was_seen() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flops.compare import Plan, compare
+from flops.compare import compare
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import Targets
 from flops.methods import METHODS, MethodName
 from flops.options import Config
+from flops.plans import Plan
 from flops.report.comparison import differences, plot, sentence, sweep_table, table
 from flops.report.sheet import Sheet
 

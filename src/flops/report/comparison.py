@@ -55,21 +55,18 @@ def sweep_table(chosen: Mapping[MethodName, Any]) -> Sheet | None:
     """What the sweep saw, the best at equal cost first; None if nothing was swept."""
     rows = []
     for method, c in chosen.items():
-        for rate, sigma, cost, epochs in sorted(c.tried, key=lambda t: -t[2]):
-            noise = "-" if method == "bp" else f"{sigma:g}"
-            tables = [
-                name
-                for name, pair in (
-                    ("a", (c.learning_rate, c.sigma)),
-                    ("b", (c.epochs_rate, c.epochs_sigma)),
-                )
-                if pair == (rate, sigma)
-            ]
-            scores = (f"{100 * cost:.1f}", f"{100 * epochs:.1f}")
-            rows.append((method, f"{rate:g}", noise, *scores, " ".join(tables)))
-    header = ("method", "learning rate", "sigma", "at equal cost, %", "at equal epochs, %", "for")
-    note = "Validation accuracy, and the table that the setting was chosen for. A run that "
-    note += "diverged counts as 0. One seed, not among those reported."
+        tables = {"a": (c.learning_rate, c.sigma), "b": (c.epochs_rate, c.epochs_sigma)}
+        for length, tried in (("full", c.finals), ("short", c.tried)):
+            for t in sorted(tried, key=lambda t: t.score("cost"), reverse=True):
+                pair = (t.learning_rate, t.sigma)
+                names = [n for n, p in tables.items() if p == pair and length == "full"]
+                scores = ("-" if x is None else f"{100 * x:.1f}" for x in (t.cost, t.epochs))
+                noise = "-" if method == "bp" else f"{t.sigma:g}"
+                rows.append((method, length, f"{pair[0]:g}", noise, *scores, " ".join(names)))
+    header = ("method", "run", "learning rate", "sigma", "equal cost, %", "equal epochs, %", "for")
+    note = "Validation accuracy, and the table that a setting was chosen for: the best of the runs "
+    note += "in full, which the two best rates of the short runs had. One seed, not among those "
+    note += "reported. A run that diverged has no accuracy."
     return Sheet("Sweep", header, rows, note) if rows else None
 
 
