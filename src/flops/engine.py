@@ -84,7 +84,7 @@ class ForwardGradient:
         self.loss_fn, self.embedding, self.reuse = loss_fn, embedding, reuse
         self.seed, self.process_group = operator.index(seed), process_group
         self.chunk = chunk
-        self._room: int | None = None
+        self._room = free_room(self.model)
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
         if groups is None:
             groups = automatic_groups(self.modules, LikelihoodRatio())
@@ -178,11 +178,10 @@ class ForwardGradient:
         team = Team.find(self.process_group)
         if not team.alone:
             team.check_same(fingerprint(self.model, batch.leaves, self.step, self.seed))
-        if self.chunk is None and self._room is None:
-            self._room = int(team.first(torch.tensor(free_room(self.model))))
+        room = int(team.first(torch.tensor(self._room)))
 
         def rows(layout: Layout) -> int:
-            return self.chunk or rows_for(self._room or 0, layout.structure, layout.noise)
+            return self.chunk or rows_for(room, layout.structure, layout.noise)
 
         reads = self._reads_clean if skip else None
         with opened(self.model, self.modules, self._layouts, batch, reads, rows, team) as session:
@@ -273,7 +272,7 @@ class ForwardGradient:
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
         self.allocators = loaded
         self.seed, self.step = int(state["seed"]), int(state["step"])
-        self._room = state.get("room")
+        self._room = int(state.get("room", self._room))
         self.memory = copy.deepcopy(dict(state["memory"]))
 
 

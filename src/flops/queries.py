@@ -117,10 +117,10 @@ class Queries:
         """Number of points B."""
         return len(self.losses)
 
-    def chunks(self, unit: int) -> Iterator[Rows]:
-        """The rows of all queries, or this process's share of them, cut into chunks."""
+    def chunks(self, unit: int, rank: int | None = None) -> Iterator[Rows]:
+        """A process's share of the rows of all queries, this one's by default, cut into chunks."""
         rows = plan(self.counts, unit)
-        return chunks(rows.part(*self.team.span(len(rows), unit)), self.chunk, unit)
+        return chunks(rows.part(*self.team.span(len(rows), unit, rank)), self.chunk, unit)
 
     def everyone(
         self, mine: Sequence[Tensor], unit: int, dtype: torch.dtype

@@ -16,15 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flops.chunking import MOST
 from flops.entries import Entry
 from flops.errors import CoverageError
 from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
 from flops.estimators.shared_parameters import estimate_shared
 from flops.groups import ResolvedGroup
-from flops.local import Gradients
+from flops.local import Gradients, add_gradients
 from flops.noise import Kind, NoiseStream, fill, generator
-from flops.plan import plan, spans
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.script import Action, Forward
@@ -205,24 +203,24 @@ def _with_others(
     """
     total = {p: torch.zeros_like(g) for p, g in mine.items()}
     size = entries[-1].offset + entries[-1].out + entries[-1].rest
-    draws = queries.counts // options.unit
-    stream = NoiseStream("rademacher", queries.key, queries.ids, draws.tolist(), size)
-    whole, team = plan(draws, 1), queries.team
-    spans_of = [team.span(len(slopes), rank=rank) for rank in range(team.size)]
-    few = team.size <= FEW
-    for rank, (begin, end) in enumerate(spans_of if few else [(0, len(slopes))]):
-        part = mine
-        if rank != team.rank or not few:
-            part = {p: torch.zeros_like(g) for p, g in mine.items()}
-            for a, b in spans(end - begin, MOST):
-                rows, w = whole.part(begin + a, begin + b), slopes[begin + a : begin + b]
-                z = stream.rows(rows.points, rows.draws).to(w.dtype)
-                weighted = rows.weights.to(w) * w / queries.size
-                for entry in entries:
-                    home = entry.parameter.device
-                    _add(part[entry.parameter], entry, z.to(home), weighted.to(home), None)
-        for parameter, gradient in part.items():
-            total[parameter] += gradient
+    draws = (queries.counts // options.unit).tolist()
+    stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
+    team, once = queries.team, slice(None, None, options.unit)
+    for rank in range(team.size):
+        if rank == team.rank and team.size <= FEW:
+            add_gradients(total, mine)
+            continue
+        part = {p: torch.zeros_like(g) for p, g in mine.items()} if team.size <= FEW else total
+        place, _ = team.span(len(slopes), rank=rank)
+        for rows in queries.chunks(options.unit, rank):  # as that process cuts them
+            z = stream.rows(rows.points[once], rows.draws[once]).to(slopes.dtype)
+            w = slopes[place : place + len(z)]
+            weighted, place = rows.weights[once].to(w) * w / queries.size, place + len(z)
+            for entry in entries:
+                home = entry.parameter.device
+                _add(part[entry.parameter], entry, z.to(home), weighted.to(home), None)
+        if part is not total:
+            add_gradients(total, part)
     return total
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flops.estimators.parameter_noise import ParameterNoise
 
 
-KEEP = 1 << 22  # noise values, 16 MB
+KEEP = 1 << 19  # noise values of a draw, 2 MB
 Kept = dict[tuple[int, int, int], Tensor]
 """Noise by draw, unit and parameter."""
 
@@ -35,28 +35,32 @@ def estimate_shared(options: ParameterNoise, units: Units, queries: Queries) -> 
     """Mean losses of the batch under each draw, then the sum of slope * noise."""
     draws = int(queries.counts[0]) // options.unit
     # Made once for both signs and the sum, if that is little memory; else made anew each time.
-    kept: Kept | None = {} if draws * units.size <= KEEP else None
+    kept: Kept | None = {} if units.size <= KEEP else None
     signs = (1.0, -1.0)[: options.unit]
     # Without a clean pass there is nothing to replay.
     recorded = units.prefix.needed <= queries.record.keys()
     prefix = units.prefix if recorded else nothing(units.structure)
-    means = queries.means(
-        [
+    clean = queries.losses.mean().cpu()
+    gradients: Gradients = {}
+    means, slopes = [], []
+    # Draw by draw; processes exchange the losses of all draws at once.
+    for part in [range(draws)] if not queries.team.alone else [[i] for i in range(draws)]:
+        changes = [
             Change(prefix, partial(_shift_all, options, units, queries, draw, sign, kept))
-            for draw in range(draws)
+            for draw in part
             for sign in signs
         ]
-    )
-    slopes = options._slopes(means, queries.losses.mean().cpu())
-    gradients: Gradients = {}
-    for draw, w in enumerate(slopes.tolist()):
-        for number, unit in enumerate(units.units):
-            for parameter, z in _unit_noise(options, queries, draw, number, unit, kept):
-                if parameter not in gradients:
-                    wide = torch.promote_types(torch.float32, parameter.dtype)
-                    gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
-                gradients[parameter].add_(z, alpha=w / draws)
-    return Estimate(gradients, slopes, None, float(units.size), loss=float(means.mean()))
+        means.append(queries.means(changes))
+        slopes.append(options._slopes(means[-1], clean))
+        for draw, w in zip(part, slopes[-1].tolist(), strict=True):
+            for number, unit in enumerate(units.units):
+                for parameter, z in _unit_noise(options, queries, draw, number, unit, kept):
+                    if parameter not in gradients:
+                        wide = torch.promote_types(torch.float32, parameter.dtype)
+                        gradients[parameter] = torch.zeros_like(parameter, dtype=wide)
+                    gradients[parameter].add_(z, alpha=w / draws)
+    loss = float(torch.cat(means).mean())
+    return Estimate(gradients, torch.cat(slopes), None, float(units.size), loss=loss)
 
 
 def _draw(
@@ -87,6 +91,8 @@ def _unit_noise(
             if path in unit.padding:
                 z[unit.padding[path]] = 0
             if kept is not None:
+                if kept and next(iter(kept))[0] != draw:
+                    kept.clear()
                 kept[draw, number, place] = z
         yield parameter, z
 
