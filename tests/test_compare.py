@@ -92,7 +92,7 @@ def test_settings_are_chosen_by_runs_in_full(
 ) -> None:
     """Of the two best rates of the short runs, the one that is better in the end."""
     seen: list[Run] = []
-    short = {1e-3: 0.5, 3e-3: 0.8, 1e-2: 0.7, 3e-2: None}
+    short = {1e-3: 0.5, 3e-3: 0.8, 1e-2: 0.75, 3e-2: None}
     full = {3e-3: (0.6, 0.4), 1e-2: (0.9, 0.3), 1e-3: (None, 0.7)}
 
     def tried(plan: Plan, method: str, part: str, runs: dict[Any, Run]) -> tuple[Tried, ...]:
@@ -111,6 +111,22 @@ def test_settings_are_chosen_by_runs_in_full(
     assert finals == {3e-3: 1e4, 1e-2: 1e4, 1e-3: None}
     assert all(run.seed == SWEEP_SEED and not run.test for run in seen)
     assert {(run.epochs, run.budget) for run in seen[:4]} == {(1, 2500.0)}
+
+
+def test_a_setting_that_is_far_ahead_needs_no_run_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = {1e-3: 0.5, 3e-3: 0.8}
+
+    def tried(plan: Plan, method: str, part: str, runs: dict[Any, Run]) -> tuple[Tried, ...]:
+        assert part == "sweep"
+        return tuple(Tried(*pair, scores[pair[0]], scores[pair[0]]) for pair in runs)
+
+    monkeypatch.setattr("flops.sweep._tried", tried)
+    quiet = Console(quiet=True)
+    plan = Plan(("lr",), 1, 4, 1e4, tuple(scores), (1e-3,), 1, Config(), tmp_path, 0, quiet)
+    chosen = sweep(plan, "lr")
+    assert (chosen.learning_rate, chosen.epochs_rate, chosen.finals) == (3e-3, 3e-3, ())
 
 
 def test_each_table_has_the_run_that_was_tuned_for_it(

@@ -1,7 +1,7 @@
 """The same small sweep for every method, on the validation split, with a seed of its own.
 
 Short runs of all settings; then, since a rate that is best for few steps may not be for many, runs
-in full of the two best rates.
+in full of the two best rates, if they are close.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flops.methods import MethodName
 from flops.plans import Plan, Run, try_out
 from flops.studies.cells import Cell, run_cells
 
+MARGIN = 0.1  # of accuracy after a short run, beyond which nothing is made good later
 SWEEP_SEED = 1000  # of the sweep: not among those that are reported
 
 
@@ -73,6 +74,8 @@ def sweep(plan: Plan, method: MethodName) -> Chosen:
     for pair in _best_rates(tried, "epochs"):
         if pair not in final:  # ends with the epochs
             final[pair] = plan.run(method, *pair, seed=SWEEP_SEED, budget=None)
+    if len(final) == 1:
+        return Chosen(*next(iter(final)), *next(iter(final)), tried)
     finals = _tried(plan, method, "finals", final)
     cost, epochs = (max(finals, key=lambda t: t.score(by)) for by in ("cost", "epochs"))
     return Chosen(cost.learning_rate, cost.sigma, epochs.learning_rate, epochs.sigma, tried, finals)
@@ -91,7 +94,12 @@ def _tried(
 
 
 def _best_rates(tried: Sequence[Tried], by: Literal["cost", "epochs"]) -> list[tuple[float, float]]:
-    """The best settings with two different learning rates."""
+    """The best setting, and that of another learning rate that comes close to it."""
     order = sorted(tried, key=lambda t: t.score(by), reverse=True)
-    others = [t for t in order if t.learning_rate != order[0].learning_rate]
-    return [(t.learning_rate, t.sigma) for t in [order[0], *others[:1]]]
+    best = order[0]
+    close = [
+        t
+        for t in order
+        if t.learning_rate != best.learning_rate and t.score(by)[0] > best.score(by)[0] - MARGIN
+    ]
+    return [(t.learning_rate, t.sigma) for t in [best, *close[:1]]]

@@ -59,14 +59,15 @@ def sweep_table(chosen: Mapping[MethodName, Any]) -> Sheet | None:
         for length, tried in (("full", c.finals), ("short", c.tried)):
             for t in sorted(tried, key=lambda t: t.score("cost"), reverse=True):
                 pair = (t.learning_rate, t.sigma)
-                names = [n for n, p in tables.items() if p == pair and length == "full"]
+                last = "full" if c.finals else "short"
+                names = [n for n, p in tables.items() if p == pair and length == last]
                 scores = ("-" if x is None else f"{100 * x:.1f}" for x in (t.cost, t.epochs))
                 noise = "-" if method == "bp" else f"{t.sigma:g}"
                 rows.append((method, length, f"{pair[0]:g}", noise, *scores, " ".join(names)))
     header = ("method", "run", "learning rate", "sigma", "equal cost, %", "equal epochs, %", "for")
     note = "Validation accuracy, and the table that a setting was chosen for: the best of the runs "
-    note += "in full, which the two best rates of the short runs had. One seed, not among those "
-    note += "reported. A run that diverged has no accuracy."
+    note += "in full, which the two best rates of the short runs had if they were close. One seed, "
+    note += "not among those reported. A run that diverged has no accuracy."
     return Sheet("Sweep", header, rows, note) if rows else None
 
 
