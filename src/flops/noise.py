@@ -152,10 +152,11 @@ class NoiseStream:
     def parts(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Noise of parts (points, draws) in turn, all in one buffer: use each before the next.
 
-        Points are shared out over threads; torch itself makes the numbers of a generator by one.
+        Points are shared out over as many threads as torch may use; the numbers of one generator
+        are always made by one.
         """
         buffer = self._buffer(max((len(points) for points, _ in parts), default=0))
-        threads = min(os.cpu_count() or 1, max(2, torch.get_num_threads()))
+        threads = min(os.cpu_count() or 1, torch.get_num_threads())
         if self._kind != "gaussian" or threads < 2:  # signs are made in no time
             for points, draws in parts:
                 yield self.rows(points, draws, buffer)
