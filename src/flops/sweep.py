@@ -15,7 +15,7 @@ from flops.methods import MethodName
 from flops.plans import Plan, Run, try_out
 from flops.studies.cells import Cell, run_cells
 
-MARGIN = 0.1  # of accuracy after a short run, beyond which nothing is made good later
+MARGIN = 0.25  # of accuracy after a short run: 10 points were seen to turn into -20
 SWEEP_SEED = 1000  # of the sweep: not among those that are reported
 
 
