@@ -160,6 +160,20 @@ def test_targets_can_be_chosen_and_older_results_are_still_read(tmp_path: Path) 
     assert other.stat().st_mtime_ns == before
 
 
+def test_a_comparison_can_start_from_a_model_that_knows_its_task(tmp_path: Path) -> None:
+    start = str(tmp_path / "start")
+    training = ("--epochs", "8", "--limit", "64", "--seed", "5")  # a head that no run draws again
+    main(["finetune", "--method", "bp", *training, "--output", start])
+    knows = ("--model", f"{start}/model", "--seeds", "1", "--learning-rates", "1e-6")
+    run(tmp_path / "kept", *knows, "--head", "kept")
+    run(tmp_path / "fresh", *knows)
+    kept, fresh = (
+        json.loads((tmp_path / name / "results.json").read_text())["results"]["lr"][0]
+        for name in ("kept", "fresh")
+    )
+    assert kept["at_epochs"]["test"] > 0.4 > 0.3 > fresh["at_epochs"]["test"]
+
+
 def test_no_method_twice(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="different methods"):
         run(tmp_path, "--methods", "bp", "bp")

@@ -93,6 +93,26 @@ def test_a_model_without_a_head_gets_one(saved, tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
 
 
+def test_a_kept_head_is_the_models_own(saved, tmp_path):
+    path, original = saved
+    model, _ = load_model(str(path), 5, head="kept", seed=1)
+    for name, value in original.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    assert model.config.id2label[0] == "a"
+    bundled, _ = load_model(head="kept")
+    expected = vision.bundled_vit(pretrained_head=True)
+    assert torch.equal(bundled.classifier.weight, expected.classifier.weight)
+    original.vit.save_pretrained(tmp_path / "headless")
+    for source, classes, reason in (
+        (str(path), 3, "has 5 classes and the data have 3"),
+        ("bundled", 3, "has 10 classes and the data have 3"),
+        ("random:vit-base", 10, "no head to keep"),
+        (str(tmp_path / "headless"), 2, "without a classification head"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            load_model(source, classes, head="kept")
+
+
 def test_weights_that_do_not_fit_are_refused(saved):
     path, _ = saved
     config = json.loads((path / "config.json").read_text())

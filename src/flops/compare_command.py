@@ -17,6 +17,7 @@ from flops.options import Config
 from flops.plans import Plan
 from flops.report.comparison import differences, plot, sentence, sweep_table, table
 from flops.report.sheet import Sheet
+from flops.tasks.models import Head
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Compare:
     """Length of a run of the sweep, in epochs of the dearest method."""
     model: str = Config.model
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
+    head: Head = Config.head
+    """A fresh classification head, or the model's own kept, if it knows the classes of the data."""
     data: str = Config.data
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
     queries: float = Config.queries
@@ -74,6 +77,7 @@ class Compare:
         console = Console()
         base = Config(
             model=self.model,
+            head=self.head,
             data=self.data,
             queries=self.queries,
             batch=self.batch,

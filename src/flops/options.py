@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import Targets
 from flops.methods import PRESETS, Method, MethodName
+from flops.tasks.models import Head
 
 TINY = PRESETS["tiny"]
 
@@ -37,6 +38,8 @@ class Config:
 
     model: str = "bundled"
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
+    head: Head = "fresh"
+    """A fresh classification head, or the model's own kept, if it knows the classes of the data."""
     data: str = "digits"
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
     data_config: str | None = None

@@ -15,6 +15,7 @@ from flops.methods import MethodName
 from flops.options import Config
 from flops.progress import budget_mark, epoch_mark
 from flops.studies.cells import Result
+from flops.tasks.models import Head
 from flops.training import train
 
 
@@ -35,11 +36,13 @@ class Run:
     limit: int | None = None
     seed: int = 0
     targets: Targets | None = None
+    head: Head = "fresh"
 
     def config(self) -> Config:
         """The same as a training run that writes no folder."""
         return Config(
             model=self.model,
+            head=self.head,
             data=self.data,
             limit=self.limit,
             method=self.method,
@@ -89,7 +92,7 @@ class Plan:
         learning_rates: To choose from; a single one is not swept.
         sigmas: To choose from.
         sweep_epochs: Epochs of a run of the sweep.
-        base: Model, data, queries, batch, limit and targets.
+        base: Model, head, data, queries, batch, limit and targets.
         folder: Where results are kept, run by run.
         workers: Processes, of one thread each.
     """
@@ -122,5 +125,6 @@ class Plan:
             test=False,
             limit=base.limit,
             targets=base.targets,
+            head=base.head,
         )
         return dataclasses.replace(given, **changed)

@@ -240,7 +240,9 @@ def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
                 f"'{config.data}' has the class '{data.classes[0]}' and no other: there is nothing "
                 "to learn"
             )
-        model, format = load_model(config.model, len(data.classes), seed=config.seed)
+        model, format = load_model(
+            config.model, len(data.classes), seed=config.seed, head=config.head
+        )
     except (OSError, ValueError, ImportError) as error:
         raise FlopsError(str(error)) from error
     return model, format, data

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ PRESETS: dict[str, dict[str, int]] = {
         "intermediate_size": 4096,
     },
 }
+Head = Literal["fresh", "kept"]
 _ALLOWED = (
     f"'bundled', {', '.join(repr(f'random:{name}') for name in PRESETS)}, the path of a folder with"
     " config.json and model.safetensors (as save_pretrained writes it), or a Hugging Face id, "
@@ -52,7 +53,7 @@ class Parts:
 
 
 def load_model(
-    model: str = "bundled", classes: int = 10, *, seed: int = 0
+    model: str = "bundled", classes: int = 10, *, seed: int = 0, head: Head = "fresh"
 ) -> tuple[nn.Module, ImageFormat]:
     """Load a vision transformer with a fresh head, in evaluation mode, on the CPU, in float32.
 
@@ -63,6 +64,7 @@ def load_model(
         classes: Number of outputs of the head.
         seed: Draws the fresh head, weights from N(0, 0.02^2) and biases zero, and any random
             weights. The global random state is left untouched.
+        head: "kept" keeps the model's own head, to go on with a model that knows its classes.
 
     Returns:
         The model, and the images it expects: its size and channels from its configuration, the
@@ -72,13 +74,19 @@ def load_model(
         ImportError: transformers is not installed.
         OSError: The model is not there, or the hub cannot be reached.
         ValueError: It is no vision transformer with a classification head, its weights do not fit
-            its configuration, or `classes` is not positive.
+            its configuration, `classes` is not positive, or its own head has another number of
+            classes or is missing.
     """
     if classes < 1:
         raise ValueError(f"classes must be >= 1, got {classes}")
+    keep = head == "kept"
     if model == "bundled":
-        return bundled_vit(classes, seed=seed), BUNDLED_FORMAT
+        if keep and classes != 10:
+            raise _other_head(model, 10, classes)
+        return bundled_vit(classes, seed=seed, pretrained_head=keep), BUNDLED_FORMAT
     if model.startswith("random:"):
+        if keep:
+            raise ValueError(f"{model} has random weights and no head to keep: use a fresh one")
         made = random_vit(model.removeprefix("random:"), classes, seed=seed)
         return made, _format(made.config, {})
     with _loading(model) as (transformers, source):
@@ -93,7 +101,12 @@ def load_model(
     if lost or report["mismatched_keys"]:
         names = ", ".join([*lost, *map(str, report["mismatched_keys"])][:3])
         raise ValueError(f"the weights of {model} do not fit its configuration, such as {names}")
-    _replace_head(found, classes, seed)
+    if not keep:
+        _replace_head(found, classes, seed)
+    elif any(key.startswith("classifier.") for key in report["missing_keys"]):
+        raise ValueError(f"{model} comes without a classification head: use a fresh one")
+    elif found.config.num_labels != classes:
+        raise _other_head(model, found.config.num_labels, classes)
     return found.eval(), _format(found.config, _preprocessor(model))
 
 
@@ -158,6 +171,12 @@ def parts(model: nn.Module) -> Parts:
             "modules to ForwardGradient"
         )
     return Parts(embeddings, list(layers), norm, head)
+
+
+def _other_head(model: str, has: int, classes: int) -> ValueError:
+    return ValueError(
+        f"the head of {model} has {has} classes and the data have {classes}: use a fresh head"
+    )
 
 
 def _random_config(preset: str) -> Any:
