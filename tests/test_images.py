@@ -326,6 +326,16 @@ def test_every_mode_is_read(tmp_path, mode, format):
         assert np.abs(found - values.astype(int)).max() <= 1
 
 
+def test_images_of_floats_are_read_by_their_range():
+    values = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    for scale in (1, 255):
+        found = decode(Image.fromarray(scale * values), GREY)
+        assert np.abs(found - 255 * values).max() <= 1
+    for bad in (-0.1, 300.0, float("nan")):
+        with pytest.raises(ValueError, match="needs values in"):
+            decode(Image.fromarray(np.full((8, 8), bad, np.float32)), GREY)
+
+
 def test_long_images_are_cut_to_the_centre():
     values = np.zeros((20, 60), np.uint8)
     values[:, 20:40] = 255  # the centred square
@@ -524,6 +534,15 @@ def test_a_mistyped_path_is_no_hub_id(tmp_path, monkeypatch):
         load("photos/trian", GREY)
 
 
+def test_parquet_files_that_do_not_fit_each_other_are_a_plain_error(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq.write_table(pa.table({"label": [1, 2]}), tmp_path / "train-0.parquet")
+    pq.write_table(pa.table({"other": ["x"]}), tmp_path / "train-1.parquet")
+    with pytest.raises(ValueError, match="cannot read the data set in"):
+        load(str(tmp_path), GREY)
+
+
 def test_labels_out_of_range(tmp_path):
     copy = named_copy("imagenet")
     copy.save_to_disk(tmp_path / "copy")
@@ -621,7 +640,7 @@ def test_fashion_mnist_from_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["nonsense", "./nowhere", "/no/where/at all", "digits:x", "cifar10:x"]
+    "name", ["nonsense", "./nowhere", "/no/where/at all", "digits:x", "cifar10:x", "", "cifar10:"]
 )
 def test_unknown_names_say_what_is_allowed(name):
     with pytest.raises(

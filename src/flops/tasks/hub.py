@@ -143,7 +143,7 @@ def _open(entry: Entry) -> dict[str, Any]:
             found = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset("parquet", data_files=_parquet_splits(path))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         if path.exists():
             raise ValueError(f"cannot read the data set in {path}: {error}") from error
         raise OSError(

@@ -145,7 +145,7 @@ def _resolve(data: str, format: ImageFormat) -> vision.Splits | Entry | Path:
     if name in NAMED and not colon:
         return NAMED[name]
     path = Path(place if colon and name in NAMED else data).expanduser()
-    if path.exists():
+    if (place if colon and name in NAMED else data) and path.exists():  # Path("") would be here
         entry = NAMED.get(name, Entry("")) if colon else Entry("")
         if is_dataset(path):
             return replace(entry, source=str(path))

@@ -85,6 +85,8 @@ def decode(image: Image, format: ImageFormat) -> npt.NDArray[np.uint8]:
     image = operations.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits of grey, which convert() would clip at 255
         image = pil.fromarray((np.asarray(image) // 257).clip(0, 255).astype(np.uint8))
+    if image.mode == "F":  # convert() would cut values in [0, 1] down to black
+        image = pil.fromarray(_bytes(np.asarray(image)))
     if image.mode == "P" and "transparency" in image.info:  # a direct conversion warns
         image = image.convert("RGBA")
     image = image.convert(_MODES[format.channels])
@@ -97,3 +99,13 @@ def decode(image: Image, format: ImageFormat) -> npt.NDArray[np.uint8]:
     )
     pixels = np.asarray(image, dtype=np.uint8)  # (size, size[, 3])
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def _bytes(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Floats in [0, 1], or else in [0, 255], as bytes."""
+    low, high = float(values.min()), float(values.max())
+    if not 0 <= low <= high <= 255:
+        raise ValueError(
+            f"an image of floats needs values in [0, 1] or [0, 255], not {low}..{high}"
+        )
+    return np.rint(values * (255 if high <= 1 else 1)).astype(np.uint8)
