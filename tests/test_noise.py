@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.noise import KINDS, NoiseStream, fill, generator, mix, orthogonalise
+from flops.noise import KINDS, NoiseStream, fill, mix, orthogonalise, words
 
 KEY = (7, 3, 1)
 INDEPENDENT = ["gaussian", "rademacher"]
@@ -42,9 +42,9 @@ def test_draws_do_not_depend_on_the_cut(kind: str, size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", INDEPENDENT)
 def test_two_fills_continue_each_other(kind: str, size: int) -> None:
-    whole = fill(kind, 11, size, generator(1))
+    whole = fill(kind, 11, size, words(1))
     for first in range(12):
-        source = generator(1)
+        source = words(1)
         parts = [fill(kind, first, size, source), fill(kind, 11 - first, size, source)]
         assert torch.equal(torch.cat(parts), whole)
 
@@ -129,7 +129,7 @@ def test_orthogonal_directions_are_uniform() -> None:
     # The first coordinate of the first direction: without the sign of R it would be one-sided.
     size, points = 3, 4000
     firsts = torch.stack(
-        [orthogonalise(fill("gaussian", 3, size, generator(i))) for i in range(points)]
+        [orthogonalise(fill("gaussian", 3, size, words(i))) for i in range(points)]
     )
     assert float(firsts[:, 0, 0].mean().abs()) < 5 / points**0.5
     share = float((firsts[:, 0] > 0).float().mean())
@@ -138,9 +138,24 @@ def test_orthogonal_directions_are_uniform() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rademacher_values_are_signs(size: int) -> None:
-    z = fill("rademacher", 50, size, generator(4))
+    z = fill("rademacher", 50, size, words(4))
     assert z.shape == (50, size)
     assert set(z.flatten().tolist()) == {-1.0, 1.0}
+
+
+def test_gaussian_values_are_normal() -> None:
+    """Kolmogorov's distance (false alarm 1e-4), tails, and what 16 bits leave of higher moments."""
+    z = fill("gaussian", 100, 4096, words(5)).flatten().double()
+    count = len(z)
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    distance = (torch.special.ndtr(z.sort().values) - places).abs().max()
+    assert float(distance) < 2.23 / count**0.5
+    for order, moment, spread in ((4, 3.0, 96**0.5), (6, 15.0, 10170**0.5)):
+        assert float(z.pow(order).mean()) == pytest.approx(moment, abs=5 * spread / count**0.5)
+    assert float((z.abs() > 3).double().mean()) == pytest.approx(
+        0.0027, abs=5 * (0.0027 / count) ** 0.5
+    )
+    assert not torch.equal(z[: count // 2].sign(), -z[count // 2 :].sign())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,9 @@ private; the global random state is never touched.
 
 Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
-- gaussian: z ~ N(0, I).
+- gaussian: z ~ N(0, I), from 16 random bits a value: one of 65,536 normal quantiles, scaled to
+  unit variance (fourth moment 2.999, sixth 14.97, largest value 4.3). Noise at every layer costs
+  as much as the passes themselves with torch's own normals, and a third of that in this way.
 - rademacher: independent signs.
 - orthogonal: directions of one point mutually orthogonal, of length sqrt(d), uniformly random.
   Once a point has d draws their mean of z z^T is the identity, so the estimate is exact for a
@@ -21,13 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Kind = Literal["gaussian", "rademacher", "orthogonal"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-_BLOCK = 16  # torch fills normals in blocks of 16: rows of whole blocks follow each other exactly
+_WORDS = 1 << 14  # random words at a time: more would leave the cache
 _MASK = (1 << 64) - 1
 
 
@@ -49,26 +52,38 @@ def generator(*parts: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(mix(*parts) >> 32)
 
 
+def words(*parts: int) -> np.random.SFC64:
+    """A private source of 64-bit random words for a key."""
+    return np.random.SFC64(mix(*parts))
+
+
 def _signs_table() -> Tensor:
     values, places = torch.arange(256, device="cpu"), torch.arange(8, device="cpu")
     return (2 * ((values.unsqueeze(1) >> places) & 1) - 1).float()  # (256, 8)
 
 
-_SIGNS = _signs_table()
+def _normals_table() -> Tensor:
+    places = torch.arange(1 << 16, dtype=torch.float64, device="cpu")
+    quantiles = torch.special.ndtri((places + 0.5) / (1 << 16))
+    scaled: Tensor = quantiles * float(quantiles.square().mean()) ** -0.5
+    return scaled.float()  # (65536,)
+
+
+_SIGNS, _NORMALS = _signs_table(), _normals_table()
 
 
 def width(kind: Kind, size: int) -> int:
     """Values that a row of ``size`` takes up while it is made."""
     if kind == "orthogonal":
         return size
-    block = 64 if kind == "rademacher" else _BLOCK
+    block = 64 if kind == "rademacher" else 4  # values of a word: rows begin with a new one
     return -(-size // block) * block
 
 
 def fill(
-    kind: Kind, count: int, size: int, source: torch.Generator, out: Tensor | None = None
+    kind: Kind, count: int, size: int, source: np.random.SFC64, out: Tensor | None = None
 ) -> Tensor:
-    """``count`` rows of ``size`` unit noise values, continuing the generator.
+    """``count`` rows of ``size`` unit noise values, continuing the source.
 
     For Gaussian and Rademacher noise two calls for m and n rows give what one call for m + n
     rows gives.
@@ -77,19 +92,20 @@ def fill(
         kind: Gaussian or Rademacher.
         count: Rows.
         size: Values of a row.
-        source: The generator.
-        out: Where to write them, of shape (count, `width`).
+        source: Of random words.
+        out: Where to write them, of shape (count, `width`), contiguous.
     """
     if out is None:
         # Neither the type nor the device that the user made the default may change the noise.
         out = torch.empty(count, width(kind, size), dtype=torch.float32, device="cpu")
-    if kind == "rademacher":
-        bits = torch.empty(count, out.size(1) // 64, dtype=torch.int64, device="cpu")
-        bits.random_(-(2**63), None, generator=source)
-        bytes_ = bits.view(torch.uint8).flatten().int()
-        torch.index_select(_SIGNS, 0, bytes_, out=out.view(-1, 8))
-    else:
-        out.normal_(generator=source)
+    signs = kind == "rademacher"
+    table, rows = (_SIGNS, out.view(-1, 8)) if signs else (_NORMALS, out.view(-1))
+    piece = np.uint8 if signs else np.uint16
+    for part in rows.split(_WORDS * 8 // piece().itemsize):
+        raw: np.ndarray = source.random_raw(len(part) * piece().itemsize // 8)
+        # numpy and index_select use one thread, as they must in the threads of `parts`
+        index = torch.from_numpy(raw.view(piece).astype(np.int32))
+        torch.index_select(table, 0, index, out=part)
     return out[:, :size]
 
 
@@ -119,7 +135,7 @@ class NoiseStream:
     ) -> None:
         self._kind, self._key, self._ids, self._draws, self._size = kind, key, ids, draws, size
         self._point, self._position = -1, 0
-        self._source = torch.Generator("cpu")
+        self._source = words()
         self._rows = torch.empty(0)
 
     def take(self, point: int, first: int, count: int, out: Tensor | None = None) -> Tensor:
@@ -152,7 +168,7 @@ class NoiseStream:
     def parts(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Noise of parts (points, draws) in turn, all in one buffer: use each before the next.
 
-        Points are shared out over as many threads as torch may use; the numbers of one generator
+        Points are shared out over as many threads as torch may use; the numbers of one source
         are always made by one.
         """
         buffer = self._buffer(max((len(points) for points, _ in parts), default=0))
@@ -177,5 +193,5 @@ class NoiseStream:
     def _buffer(self, rows: int) -> Tensor:
         return torch.empty(rows, width(self._kind, self._size), dtype=torch.float32, device="cpu")
 
-    def _seed(self, point: int) -> torch.Generator:
-        return generator(*self._key, self._ids[point])
+    def _seed(self, point: int) -> np.random.SFC64:
+        return words(*self._key, self._ids[point])

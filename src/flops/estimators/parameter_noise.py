@@ -22,7 +22,7 @@ from flops.estimators.shaped_parameters import check_size, estimate_shaped_param
 from flops.estimators.shared_parameters import estimate_shared
 from flops.groups import ResolvedGroup
 from flops.local import Gradients, add_gradients
-from flops.noise import Kind, NoiseStream, fill, generator
+from flops.noise import Kind, NoiseStream, fill, words
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.script import Action, Forward
@@ -258,7 +258,7 @@ def _check_rows(group: str, units: Units, passes: Passes) -> None:
     entries, size = _layout(units)
 
     def perturb(scale: Tensor) -> dict[str, Any]:
-        noise = fill("rademacher", len(scale), size, generator(0)) * scale.unsqueeze(1)
+        noise = fill("rademacher", len(scale), size, words(0)) * scale.unsqueeze(1)
         return {"around": _perturb_rows(units.structure, entries, noise / 10, {})}
 
     if tables and not passes.rows_apart(units.prefix, perturb):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.local import Gradients
-from flops.noise import fill, generator
+from flops.noise import fill, words
 from flops.queries import Change, Estimate, Queries
 from flops.replay import nothing
 from flops.script import Action, Forward
@@ -71,7 +71,7 @@ def _draw(
     place: int,
     parameter: nn.Parameter,
 ) -> Tensor:
-    source = generator(*queries.key, draw, unit, place)
+    source = words(*queries.key, draw, unit, place)
     z = fill(options.noise, 1, parameter.numel(), source).view(parameter.shape)
     return z.to(parameter.device, parameter.dtype)
 
