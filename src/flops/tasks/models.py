@@ -52,7 +52,7 @@ class Parts:
 
 
 def load_model(
-    model: str = "bundled", classes: int = 10, *, seed: int = 0
+    model: str = "bundled", classes: int = 10, *, seed: int = 0, keep_head: bool = False
 ) -> tuple[nn.Module, ImageFormat]:
     """Load a vision transformer with a fresh head, in evaluation mode, on the CPU, in float32.
 
@@ -63,6 +63,7 @@ def load_model(
         classes: Number of outputs of the head.
         seed: Draws the fresh head, weights from N(0, 0.02^2) and biases zero, and any random
             weights. The global random state is left untouched.
+        keep_head: Keep the head of a model that was trained already, of a folder or the hub.
 
     Returns:
         The model, and the images it expects: its size and channels from its configuration, the
@@ -72,10 +73,12 @@ def load_model(
         ImportError: transformers is not installed.
         OSError: The model is not there, or the hub cannot be reached.
         ValueError: It is no vision transformer with a classification head, its weights do not fit
-            its configuration, or `classes` is not positive.
+            its configuration, `classes` is not positive, or the kept head has another number.
     """
     if classes < 1:
         raise ValueError(f"classes must be >= 1, got {classes}")
+    if keep_head and (model == "bundled" or model.startswith("random:")):
+        raise ValueError(f"the head of {model} is always fresh; give a folder or a Hugging Face id")
     if model == "bundled":
         return bundled_vit(classes, seed=seed), BUNDLED_FORMAT
     if model.startswith("random:"):
@@ -89,11 +92,15 @@ def load_model(
             output_loading_info=True,
         )
     parts(found)  # refuses other models
-    lost = sorted(key for key in report["missing_keys"] if not key.startswith("classifier."))
+    fresh = () if keep_head else ("classifier.",)
+    lost = sorted(key for key in report["missing_keys"] if not key.startswith(fresh))
     if lost or report["mismatched_keys"]:
         names = ", ".join([*lost, *map(str, report["mismatched_keys"])][:3])
         raise ValueError(f"the weights of {model} do not fit its configuration, such as {names}")
-    _replace_head(found, classes, seed)
+    if not keep_head:
+        _replace_head(found, classes, seed)
+    elif found.config.num_labels != classes:
+        raise ValueError(f"{model} has {found.config.num_labels} classes, not {classes}")
     return found.eval(), _format(found.config, _preprocessor(model))
 
 
