@@ -44,7 +44,7 @@ class FinishedRun:
         path: The run folder.
         config: Its settings.
         classes: Names of the classes that the model was trained on.
-        digest: Of the weights and of the data's settings.
+        digest: Of the weights, the preprocessing and the data's settings.
     """
 
     path: Path
@@ -91,7 +91,7 @@ def read_run(path: Path) -> FinishedRun:
     except (ValueError, KeyError, TypeError) as error:
         raise FlopsError(f"{model / 'config.json'} does not name the classes: {error!r}") from error
     mark = hashlib.sha256(json.dumps([getattr(config, name) for name in DATA]).encode())
-    for file in weights:
+    for file in (*weights, model / LAST):
         with file.open("rb") as content:
             mark.update(hashlib.file_digest(content, "sha256").digest())
     return FinishedRun(path, config, classes, mark.hexdigest()[:16])
