@@ -38,11 +38,12 @@ class Robustness:
     trial is kept as soon as it is done, and the same command continues where it was stopped. Writes
     tables.md, results.json, results.csv and bounds.png.
 
-    Examples:
-        flops study robustness
-        flops study robustness --runs runs/digits-bp-seed* runs/digits-ops-lr-seed*
-        flops study robustness --methods bp shaped-lr --seeds 3 --sigmas shaped-lr=1e-2
-        flops study robustness --quick
+    For example:
+
+    $ flops study robustness
+    $ flops study robustness --runs runs/digits-bp-seed* runs/digits-ops-lr-seed*
+    $ flops study robustness --methods bp shaped-lr --seeds 3 --sigmas shaped-lr=1e-2
+    $ flops study robustness --quick
     """
 
     runs: tuple[Path, ...] = ()
