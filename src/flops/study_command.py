@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from flops.robustness_command import Robustness
+
 
 @dataclass(frozen=True)
 class Theorem:
@@ -73,6 +75,7 @@ class Study:
     study: tyro.conf.OmitArgPrefixes[
         Annotated[Theorem, tyro.conf.subcommand("theorem")]
         | Annotated[Shaped, tyro.conf.subcommand("shaped")]
+        | Annotated[Robustness, tyro.conf.subcommand("robustness")]
     ]
     """Which study."""
 

@@ -221,20 +221,25 @@ class Trainer:
         self.latest = state["latest"].clone()
 
 
+def load_data(config: Config, format: ImageFormat) -> ImageData:
+    """The data of a configuration, in a model's format; errors as `flops.tasks.images.load`."""
+    return load(
+        config.data,
+        format,
+        image_column=config.image_column,
+        label_column=config.label_column,
+        split_column=config.split_column,
+        splits=config.named_splits(),
+        config=config.data_config,
+        strict=config.strict,
+        limit=config.limit,
+    )
+
+
 def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
     try:
         # The data want the model's format, and the model's head wants the number of classes.
-        data = load(
-            config.data,
-            image_format(config.model),
-            image_column=config.image_column,
-            label_column=config.label_column,
-            split_column=config.split_column,
-            splits=config.named_splits(),
-            config=config.data_config,
-            strict=config.strict,
-            limit=config.limit,
-        )
+        data = load_data(config, image_format(config.model))
         if len(data.classes) < 2:
             raise ValueError(
                 f"'{config.data}' has the class '{data.classes[0]}' and no other: there is nothing "

@@ -35,7 +35,7 @@ class Sheet:
         """The table for the terminal."""
         shown = Table(title=self.title, caption=self.note or None, box=SIMPLE_HEAD)
         for number, name in enumerate(self.header):
-            shown.add_column(name, justify="right" if number else "left")
+            shown.add_column(name, justify="right" if number else "left", overflow="fold")
         for row in self.rows:
             shown.add_row(*row)
         return shown
