@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flops import ForwardGradient, Shared
 from flops.estimators.parameter_noise import _layout
-from flops.noise import NoiseStream, fill, generator
+from flops.noise import NoiseStream, fill, words
 
 Run = Callable[[int], Tensor]
 
@@ -166,7 +166,7 @@ def brute_shared(
             noise = []
             for u, (module, parameters) in enumerate(units):
                 for place, p in enumerate(parameters):
-                    z = fill(estimator.noise, 1, p.numel(), generator(0, 0, number, draw, u, place))
+                    z = fill(estimator.noise, 1, p.numel(), words(0, 0, number, draw, u, place))
                     noise.append(_without_padding(z.double().reshape(p.shape), module))
 
             def loss(sign: float) -> Tensor:

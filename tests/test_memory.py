@@ -52,6 +52,7 @@ def test_memory_does_not_grow_with_queries(estimator) -> None:
     assert many < 1.05 * few + 200_000  # the plan's own rows: some dozen bytes per query
 
 
+@pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 def test_mezo_holds_the_noise_of_one_module() -> None:
     """Beyond inference and the gradient itself there is room for one layer's noise, not for all."""
     width, layers = 256, 16

@@ -373,7 +373,8 @@ def test_padding_learns_from_what_is_no_lookup(other: str, whole: bool, shared: 
     truth = model.embed.weight.grad
     ((_, gradient),) = found.items()
     assert bool(gradient[2].any()) == bool(truth[2].any()) == (other != "none")
-    assert float((gradient - truth).norm()) < 0.1 * float(truth.norm())
+    # Chance leaves 0.09 on average over seeds and at most 0.18 in 40; a use left out, over 0.9.
+    assert float((gradient - truth).norm()) < 0.25 * float(truth.norm())
     assert torch.equal(model.embed.weight, before)
     assert "forward" not in model.embed.__dict__
 
@@ -412,7 +413,8 @@ def test_nested_places_of_a_tied_parameter_count_once(shared: bool) -> None:
     found = model.weight.grad.clone()
     model.zero_grad()
     summed(model(x), None).mean().backward()
-    assert float((found - model.weight.grad).norm() / model.weight.grad.norm()) < 0.15
+    # Chance leaves 0.15 on average over seeds and at most 0.26 in 40; counting twice, 1.
+    assert float((found - model.weight.grad).norm() / model.weight.grad.norm()) < 0.35
 
 
 class Returning(nn.Module):

@@ -21,6 +21,7 @@ from flops.posterior import posterior
 
 RIDGES = (1.0, 1 / 3, 3.0)  # the one in use and two others, by leave-one-out residuals
 LEAST = 1e-6  # of the noise in a fit, relative to its kernel
+CLEARLY = 1 - 1e-6  # another ridge must be better than rounding, which processes differ in
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,9 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
         missed.index_add_(0, at, r.square())
     n = asked.iso.clamp(min=1)
     outside, missed = outside / n.unsqueeze(1), missed / n
-    better = ridge * factors[int(scores.argmin())]
-    ridge = min(100.0, max(1e-4, better))
+    best = int(scores.argmin())
+    if float(scores[best]) < CLEARLY * float(scores[0]):
+        ridge = min(100.0, max(1e-4, ridge * factors[best]))
     return Explained(inside, tail, outside, correction, missed, error, ridge)
 
 

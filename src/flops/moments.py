@@ -98,6 +98,16 @@ class Change:
         return float(squares) - self.floor * self.plus.size(1)
 
 
+def signed(vectors: Tensor) -> Tensor:
+    """The columns, each with its largest entry positive.
+
+    The sign that an eigenvector comes with hangs on rounding, and queries along v and along -v
+    differ by the curvature: without this, processes and threads would do so, too.
+    """
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    return torch.where(largest < 0, -vectors, vectors).contiguous()
+
+
 @dataclass(frozen=True)
 class Factor:
     """A second moment over one axis: a matrix, or the leading eigenpairs of a large one."""
@@ -134,7 +144,7 @@ class Factor:
         start = torch.cat([self.vectors, fresh], 1)
         basis = torch.linalg.qr(times(torch.linalg.qr(times(start)).Q)).Q
         values, turn = torch.linalg.eigh(basis.T @ times(basis))
-        vectors = (basis @ turn).flip(1)[:, :SKETCH].contiguous()
+        vectors = signed((basis @ turn).flip(1)[:, :SKETCH])
         return Factor(
             None,
             vectors,
@@ -146,7 +156,7 @@ class Factor:
         """Eigenvectors, eigenvalues, and the mean eigenvalue of the directions left out."""
         if self.matrix is not None:
             values, vectors = torch.linalg.eigh(self.matrix)
-            return vectors, values.clamp(min=0), 0.0
+            return signed(vectors), values.clamp(min=0), 0.0
         rest = max(0.0, self.trace - float(self.values.sum()))
         return self.vectors, self.values, rest / (self.vectors.size(0) - self.vectors.size(1))
 
