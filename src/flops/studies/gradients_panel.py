@@ -144,12 +144,11 @@ def _perturbed(
         target.requires_grad_(True)
     if panel.perturb == "matrix" and module.bias is not None:
         module.bias.requires_grad_(False)
-    return module.weight, [Group(targets, estimator, WARM_QUERIES, name="panel")]
+    weight: Any = module.weight
+    return weight, [Group(targets, estimator, WARM_QUERIES, name="panel")]
 
 
-def _warmed(
-    fg: ForwardGradient, data: ImageData, panel: Panel
-) -> dict[tuple[int, str], Allocator]:
+def _warmed(fg: ForwardGradient, data: ImageData, panel: Panel) -> dict[tuple[int, str], Allocator]:
     """Allocators by budget and name; those that learn have learned."""
     fresh = {name: named(ALLOCATORS, name, "allocator") for name in panel.allocators}
     made = {(budget, name): make() for budget in panel.budgets for name, make in fresh.items()}

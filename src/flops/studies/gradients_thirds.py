@@ -7,7 +7,6 @@ another batch with other noise. Settings with the same seed see the same batches
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ class Thirds(Start):
 
 
 def measure_thirds(folder: Path, settings: Thirds) -> Result:
-    """Cosines by third, then by repeat, with the cost of a step in forward equivalents."""
+    """Cosines by third, then by repeat."""
     started = time.perf_counter()
     model, data = load_start(folder, settings.start)
     model.requires_grad_(False)
@@ -77,26 +76,23 @@ def measure_thirds(folder: Path, settings: Thirds) -> Result:
     fg = ForwardGradient(model, loss_fn, groups, allocator, seed=settings.seed)
     device = next(model.parameters()).device
 
-    def estimate(use: int, number: int, exact: bool) -> tuple[dict[str, float], float]:
+    def estimate(use: int, number: int, exact: bool) -> dict[str, float]:
         rows = batch_of(data, settings.batch, settings.seed, use, number)
         pixels, labels = (value.to(device) for value in data.train.batch(rows))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrecisionWarning)  # rounding is part of the study
             report = fg.estimate(pixels, labels, index=rows, exact=exact)
-        # The first step also pays for looking at the model.
-        return dict(report.cosine), report.forward_equivalents - report.forward_equivalents.probe
+        return dict(report.cosine)
 
     learns = settings.shaped or settings.allocator not in ("equal", "bernoulli")
     for step in range(settings.warm if learns else 0):
         estimate(WARM, step, exact=False)
     learned = fg.state_dict()
     cosines: dict[str, list[float]] = {group.name: [] for group in fg.groups}
-    costs = []
     for repeat in range(settings.repeats):
-        fg.load_state_dict({**copy.deepcopy(learned), "step": MEASURED + repeat})
-        found, cost = estimate(MEASURE, repeat, exact=True)
-        costs.append(cost / settings.batch)
+        fg.load_state_dict({**learned, "step": MEASURED + repeat})
+        found = estimate(MEASURE, repeat, exact=True)
         for name, value in found.items():
             cosines[name].append(value)
     model.zero_grad()
-    return {"cosine": cosines, "forwards": costs, "seconds": time.perf_counter() - started}
+    return {"cosine": cosines, "seconds": time.perf_counter() - started}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -69,5 +70,5 @@ def third_of(layer: int, count: int) -> range:
 def thirds(count: int) -> list[range]:
     """Numbers of the layers of each third, from 1 on; without those that are empty."""
     cuts = [count * i // 3 for i in range(4)]
-    found = [range(a + 1, b + 1) for a, b in zip(cuts, cuts[1:], strict=False)]
+    found = [range(a + 1, b + 1) for a, b in pairwise(cuts)]
     return [third for third in found if len(third)]
