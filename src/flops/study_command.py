@@ -148,8 +148,8 @@ class Gradients:
 
     def _quick(self) -> dict[str, Any]:
         """Smaller values of what was left at its default."""
-        small: dict[str, Any] = {"layers": ("first", "last"), "budgets": (5, 20), "learn": 3}
-        small |= {"repeats": 3, "batch": 16, "warm": 2, "stages": (5, 30)}
+        small: dict[str, Any] = {"layers": ("first", "last"), "budgets": (5, 20), "learn": 6}
+        small |= {"repeats": 3, "batch": 8, "warm": 2, "stages": (5, 30)}
         defaults = {f.name: f.default for f in fields(self)}
         return {k: v for k, v in small.items() if getattr(self, k) == defaults[k]}
 
