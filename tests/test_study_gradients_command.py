@@ -184,3 +184,10 @@ def test_quick_is_smaller_where_nothing_is_given(
     assert (quick.panel.repeats, quick.panel.batch, quick.layers) == (7, 8, ("first", "last"))
     assert full.panel == Panel()
     assert full == gradients.Plan(tmp_path, full.console)
+
+
+def test_tables_are_whole_in_markdown() -> None:
+    found = hand()
+    for sheet in (means_sheet(found), differences_sheet(found), variance_sheet(found)):
+        lines = [line for line in sheet.markdown().splitlines() if line.startswith("|")]
+        assert {line.count("|") for line in lines} == {len(sheet.header) + 1}

@@ -117,7 +117,7 @@ class Gradients:
     """Points of a batch."""
     warm: int = 12
     """Batches that learned allocators have seen before."""
-    learn: int = 40
+    learn: int = 30
     """Batches that shaped noise has seen before."""
     sigma: float = 1e-3
     """Noise scale."""

@@ -77,7 +77,7 @@ class Plan:
     estimators: tuple[str, ...] = ("lr", "spsa")
     matrices: tuple[str, ...] = ("key", "ff")
     layers: tuple[str, ...] = ("first", "middle", "last")
-    learn: int = 40
+    learn: int = 30
     workers: int = 2
 
     def check(self) -> list[int]:

@@ -185,7 +185,7 @@ def variance_sheet(found: Found) -> Sheet:
 
     return Sheet(
         "Which matrices and layers dominate the variance",
-        ["stage", "estimator", "panel", "variance", "share (%)", "over |gradient|²", "cosine"],
+        ["stage", "estimator", "panel", "variance", "share (%)", "over squared gradient", "cosine"],
         _rows(found, line),
         NOTE.format(panel.repeats)
         + f"; {shown(allocator)} allocation, {panel.budgets[place]} queries per point. Variance: "
