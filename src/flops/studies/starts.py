@@ -109,6 +109,8 @@ def load_start(folder: Path, start: Start) -> tuple[nn.Module, ImageData]:
         model.load_state_dict(load_file(path))
         return model, data
     finetuned(model, data.train, start.steps, learning_rate=start.learning_rate, seed=start.seed)
+    if not start.steps:  # as quickly loaded from where it is, and a copy may be large
+        return model, data
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, scratch)
