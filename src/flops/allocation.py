@@ -93,7 +93,7 @@ def spend(
     pilot = allocator.pilot if isinstance(allocator, Learner) else 0
     before = replace(queries.ledger)
     if not pilot:
-        counts = queries.team.first(_counts(group, allocator, signal))
+        counts = queries.team.first(counts_of(group, allocator, signal))
         estimate = group.estimator.estimate(binding, replace(queries, counts=counts))
         _learn(allocator, signal, estimate)
         gradients, noise, last = estimate.gradients, variance(estimate, size), estimate
@@ -110,7 +110,7 @@ def spend(
         early_queries = replace(queries, counts=first, key=(*queries.key, PILOT))
         early = group.estimator.estimate(binding, early_queries)
         _learn(allocator, rest, early)
-        later = queries.team.first(_counts(group, allocator, rest))
+        later = queries.team.first(counts_of(group, allocator, rest))
         late = group.estimator.estimate(binding, replace(queries, counts=later))
         share = float(first[0]) / (float(first[0]) + float(later.double().mean()))
         noise = share**2 * variance(early, size) + (1 - share) ** 2 * variance(late, size)
@@ -166,7 +166,8 @@ def _least(group: ResolvedGroup, allocators: Mapping[str, Allocator], size: int)
     return (pilot + max(unit, floor_of(allocator, group))) * size
 
 
-def _counts(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Tensor:
+def counts_of(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Tensor:
+    """Counts of an allocator, in the order of the batch, checked."""
     order = _order(allocator, signal)
     counts = allocator.allocate(signal if order is None else signal.at(order))
     check_counts(counts, signal)

@@ -69,7 +69,8 @@ class Diagnose:
         """Measure and print."""
         from flops.diagnostics import diagnose
         from flops.report.tables import diagnosis_tables
-        from flops.tasks.vision import digits
+        from flops.studies.starts import finetuned
+        from flops.tasks.vision import bundled_vit, digits
 
         if self.shaping and self.estimator != "lr":
             raise FlopsError(
@@ -78,7 +79,7 @@ class Diagnose:
         if self.batch < 2 or self.repeats < 1 or self.queries < 1 or self.steps < 0:
             raise FlopsError("batch >= 2, repeats >= 1, queries >= 1 and steps >= 0 are needed")
         train = digits().train
-        model = _finetuned(train, self.steps)
+        model = finetuned(bundled_vit(), train, self.steps)
         rows = slice(0, min(self.batch, len(train)))
         console = Console(stderr=self.json)
         groups = self._groups(model)
@@ -173,19 +174,3 @@ class _silence:
 
 def _loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.logits, targets, reduction="none")
-
-
-def _finetuned(train: Split, steps: int) -> Any:
-    """The bundled model after some steps of backpropagation, from a private generator."""
-    from flops.tasks.vision import bundled_vit
-
-    model = bundled_vit()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    source = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        rows = torch.randperm(len(train), generator=source)[:64]
-        optimizer.zero_grad()
-        _loss(model(train.images[rows]), train.labels[rows]).mean().backward()
-        optimizer.step()
-    model.zero_grad()
-    return model

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.classifying import clip_attention, loss_fn, measure
+from flops.devices import find_device
 from flops.distributed import Team
 from flops.errors import FlopsError
 from flops.methods import engine
@@ -38,7 +39,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config, self.team = config, Team.find("auto")
-        self.device = _device(config.device)
+        self.device = find_device(config.device)
         self.model, self.format, self.data = _load(config)
         self.model.to(self.device).eval()
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -259,15 +260,3 @@ def _optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Op
         return torch.optim.SGD(parameters, rate, weight_decay=decay)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, rate, weight_decay=decay)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).cpu()  # a name alone is no device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise FlopsError(f"device must be auto, cpu or cuda, not '{name}' ({reason})") from error
-    return device

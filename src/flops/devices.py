@@ -1,0 +1,24 @@
+"""Where a model runs."""
+
+from __future__ import annotations
+
+import torch
+
+from flops.errors import FlopsError
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name, or a GPU if there is one for "auto".
+
+    Raises:
+        FlopsError: If there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()  # a name alone is no device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FlopsError(f"device must be auto, cpu or cuda, not '{name}' ({reason})") from error
+    return device

@@ -1,0 +1,136 @@
+"""Figures of means with their intervals: a grid of curves, and groups of bars.
+
+They are read in black and white as well: every line has a marker and a dash pattern of its own,
+every bar a hatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flops.report.metrics import Interval
+from flops.report.plots import matplotlib_figures, matplotlib_module
+
+Curves = Mapping[str, Sequence[Interval]]
+STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", (0, (5, 1, 1, 1))), ("P", "-"))
+HATCHES = ("", "///", "...", "xxx")
+DPI = 130
+
+
+def plot_grid(
+    path: Path,
+    panels: Mapping[tuple[str, str], Curves],
+    at: Sequence[int],
+    title: str,
+    labels: tuple[str, str],
+) -> None:
+    """Draw curves against a logarithmic axis, a panel for each (row, column), as one PNG.
+
+    Args:
+        path: Where the picture goes.
+        panels: By row and column: the curves by name, one interval for each place.
+        at: Places on the horizontal axis.
+        title: Of the whole.
+        labels: Of the horizontal and the vertical axis.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    rows = list(dict.fromkeys(row for row, _ in panels))
+    columns = list(dict.fromkeys(column for _, column in panels))
+    size = (0.9 + 3.0 * len(columns), 1.1 + 2.2 * len(rows))
+    figure = matplotlib_figures().Figure(figsize=size, layout="constrained")
+    ticker = matplotlib_module("ticker")
+    # Rows may differ tenfold: each has a scale of its own, which its columns share.
+    axes = figure.subplots(len(rows), len(columns), sharex=True, sharey="row", squeeze=False)
+    handles: dict[str, Any] = {}
+    for (row, column), curves in panels.items():
+        axis = axes[rows.index(row)][columns.index(column)]
+        for number, (name, values) in enumerate(curves.items()):
+            marker, dashes = STYLES[number % len(STYLES)]
+            # Side by side, so that intervals do not hide each other.
+            places = [x * 1.035 ** (number - (len(curves) - 1) / 2) for x in at]
+            handles[name] = axis.errorbar(
+                places,
+                [value.mean for value in values],
+                yerr=[_half(value) for value in values],
+                marker=marker,
+                markersize=4.5,
+                markerfacecolor="white" if number % 2 else None,
+                linestyle=dashes,
+                linewidth=1.3,
+                elinewidth=0.8,
+                capsize=2,
+            )
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(ticker.FixedLocator(list(at)))
+        axis.xaxis.set_major_formatter(ticker.FixedFormatter([str(x) for x in at]))
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_locator(ticker.MaxNLocator(5))
+        axis.grid(alpha=0.3)
+    for axis, column in zip(axes[0], columns, strict=True):
+        axis.set_title(column, fontsize=10)
+    for line, row in zip(axes, rows, strict=True):
+        line[0].set_ylabel(f"{row}\n{labels[1]}", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel(labels[0], fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    shown = (list(handles.values()), list(handles))
+    figure.legend(*shown, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.savefig(path, dpi=DPI)
+
+
+def plot_bars(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Mapping[str, Interval]]],
+    title: str,
+    label: str,
+) -> None:
+    """Draw groups of bars with their intervals, a panel for each entry, as one PNG.
+
+    Args:
+        path: Where the picture goes.
+        panels: By title, then by group on the horizontal axis, then by name of the bar.
+        title: Of the whole.
+        label: Of the vertical axis.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    most = max(len(groups) for groups in panels.values())
+    size = (1.0 + max(3.0, 1.0 * most) * len(panels), 3.6)
+    figure = matplotlib_figures().Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    handles: dict[str, Any] = {}
+    for axis, (name, groups) in zip(axes, panels.items(), strict=True):
+        bars = list(dict.fromkeys(bar for group in groups.values() for bar in group))
+        width = 0.8 / len(bars)
+        for number, bar in enumerate(bars):
+            present = [(x, group[bar]) for x, group in enumerate(groups.values()) if bar in group]
+            handles[bar] = axis.bar(
+                [x + (number - (len(bars) - 1) / 2) * width for x, _ in present],
+                [value.mean for _, value in present],
+                width,
+                yerr=[_half(value) for _, value in present],
+                capsize=3,
+                hatch=HATCHES[number % len(HATCHES)],
+                edgecolor="black",
+                linewidth=0.7,
+                alpha=0.75,
+            )
+        axis.set_xticks(range(len(groups)), list(groups), fontsize=9)
+        axis.axhline(0, color="black", linewidth=0.7)
+        axis.set_title(name, fontsize=10)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].set_ylabel(label)
+    figure.suptitle(title, fontsize=11)
+    shown = (list(handles.values()), list(handles))
+    figure.legend(*shown, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.savefig(path, dpi=DPI)
+
+
+def _half(value: Interval) -> float:
+    return 0.0 if math.isinf(value.half) else value.half
