@@ -201,27 +201,10 @@ def test_mix_tells_all_small_keys_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_noise_made_by_threads_is_the_same(
-    kind: str, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_the_rows_however_they_are_cut(kind: str) -> None:
     points = torch.tensor([0] * 6 + [1] * 6 + [2] * 6)
     draws = torch.arange(6).repeat(3)
     parts = [(points[a:b], draws[a:b]) for a, b in ((0, 5), (5, 7), (7, 16), (16, 18))]
     truth = stream(kind, 37).rows(points, draws).clone()
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr("os.cpu_count", lambda: threads)
     found = torch.cat([part.clone() for part in stream(kind, 37).parts(parts)])
     assert torch.equal(found, truth)
-
-
-def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError("no room")
-
-    parts = [(torch.tensor([0, 0]), torch.tensor([2 * i, 2 * i + 1])) for i in range(3)]
-    noise = stream("gaussian", 5).parts(parts)
-    next(noise)
-    monkeypatch.setattr(NoiseStream, "take", fail)
-    with pytest.raises(MemoryError, match="no room"):
-        list(noise)

@@ -17,14 +17,13 @@ Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
 Kind = Literal["gaussian", "rademacher", "orthogonal"]
@@ -52,9 +51,21 @@ def generator(*parts: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(mix(*parts) >> 32)
 
 
+class _Key(ISeedSequence):
+    """Seeds a source: numpy's own hash of a seed takes longer than a small module's noise."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> Any:
+        """The key, and words that follow from it; the source stirs them before it starts."""
+        state = [(self._key + i * 0x9E3779B97F4A7C15) & _MASK for i in range(n_words)]
+        return np.array(state, dtype=np.uint64).astype(dtype, copy=False)
+
+
 def words(*parts: int) -> np.random.SFC64:
     """A private source of 64-bit random words for a key."""
-    return np.random.SFC64(mix(*parts))
+    return np.random.SFC64(_Key(mix(*parts)))  # type: ignore[arg-type] # numpy's stub is narrower
 
 
 def _signs_table() -> Tensor:
@@ -103,7 +114,6 @@ def fill(
     piece = np.uint8 if signs else np.uint16
     for part in rows.split(_WORDS * 8 // piece().itemsize):
         raw: np.ndarray = source.random_raw(len(part) * piece().itemsize // 8)
-        # numpy and index_select use one thread, as they must in the threads of `parts`
         index = torch.from_numpy(raw.view(piece).astype(np.int32))
         torch.index_select(table, 0, index, out=part)
     return out[:, :size]
@@ -168,27 +178,11 @@ class NoiseStream:
     def parts(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Noise of parts (points, draws) in turn, all in one buffer: use each before the next.
 
-        Points are shared out over as many threads as torch may use; the numbers of one source
-        are always made by one.
+        By one thread: others would wait for those of torch, which spin between two passes.
         """
         buffer = self._buffer(max((len(points) for points, _ in parts), default=0))
-        threads = min(os.cpu_count() or 1, torch.get_num_threads())
-        if self._kind != "gaussian" or threads < 2:  # signs are made in no time
-            for points, draws in parts:
-                yield self.rows(points, draws, buffer)
-            return
-        key = (self._kind, self._key, self._ids, self._draws, self._size)
-        streams = [NoiseStream(*key) for _ in range(threads)]
-        with ThreadPoolExecutor(threads) as pool:
-            for points, draws in parts:
-                cuts = [len(points) * i // threads for i in range(threads + 1)]
-                jobs = [
-                    pool.submit(stream.rows, points[a:b], draws[a:b], buffer[a:b])
-                    for stream, (a, b) in zip(streams, pairwise(cuts), strict=True)
-                ]
-                for job in jobs:
-                    job.result()
-                yield buffer[: len(points), : self._size]
+        for points, draws in parts:
+            yield self.rows(points, draws, buffer)
 
     def _buffer(self, rows: int) -> Tensor:
         return torch.empty(rows, width(self._kind, self._size), dtype=torch.float32, device="cpu")
