@@ -2,8 +2,9 @@
 
 The floor (`benchmarks.floor`) is written by hand: the same rows through the same suffixes in
 chunks of the same size, in inference mode and without noise, one clean pass, and a plain
-vector-Jacobian product of each target. The bundled ViT, three groups of two layers, batch 64, 20
-queries per point and group; MeZO has one group and 2 queries. "work" is the forward equivalents of
+vector-Jacobian product of each target. Three groups of two layers of the bundled ViT (64 wide),
+batch 64, 20 queries per point and group; and of one that is 384 wide, as ViT-small is, with random
+weights, batch 32, 8 queries. MeZO has one group and 2 queries. "work" is the forward equivalents of
 the floor's queries over those that the engine reports: 1 means the same rows through the same part
 of the model. "query loop" compares what more queries add to a step, so that clean pass, local
 products and all that is done once a step drop out. Engine and floor run in turn; medians of the
@@ -12,10 +13,11 @@ ratios in each repeat, and half the distance of their quartiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from rich.progress import track
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from benchmarks.timing import interleaved, median_and_spread, ratios
 from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, mezo
 from flops.estimators import Estimator
 from flops.meters import WorkMeter
-from flops.tasks.vision import bundled_vit, digits
+from flops.tasks.vision import IMAGE_SIZE, bundled_vit, digits
 
 REPEATS = 9
 WARM = 9  # the first eight steps of block and stage targets measure their Jacobians once more
@@ -66,9 +68,27 @@ CASES = {
 }
 
 
-def tuned_layers(case: Case) -> Any:
-    """The bundled ViT of which only the layers are trained; MeZO trains all of it."""
-    model = bundled_vit()
+def wide_vit() -> Any:
+    """Six layers as wide as ViT-small's, 17 tokens, random weights."""
+    config = transformers.ViTConfig(
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        intermediate_size=1536,
+        image_size=IMAGE_SIZE,
+        patch_size=8,
+        num_channels=1,
+        num_labels=10,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.ViTForImageClassification(config).eval()
+
+
+def tuned_layers(case: Case, model: Any) -> Any:
+    """The model of which only the layers are trained; MeZO trains all of it."""
     if case.estimator is not None:
         model.requires_grad_(False)
         model.vit.layers.requires_grad_(True)
@@ -86,9 +106,11 @@ def work(floor: Floor, queries: int) -> float:
     return meter.total / (whole.total / len(floor.y))
 
 
-def measure(case: Case, x: Tensor, y: Tensor, repeats: int, warm: int) -> dict[str, Any]:
+def measure(
+    case: Case, model: Any, x: Tensor, y: Tensor, repeats: int, warm: int
+) -> dict[str, Any]:
     """One row of the table."""
-    model = tuned_layers(case)
+    tuned_layers(case, model)
     floor = Floor(model, x, y, case.start)
     runs: dict[str, Any] = {}
     for queries in (case.queries, case.others):
@@ -123,7 +145,12 @@ def run(repeats: int = REPEATS, warm: int = WARM) -> dict[str, Any]:
     """All kinds of noise."""
     train = digits().train
     x, y = train.images[:BATCH], train.labels[:BATCH]
-    return {
-        name: measure(case, x, y, repeats, warm)
-        for name, case in track(CASES.items(), description="overhead", transient=True)
+    found = {
+        f"64 wide: {name}": measure(case, bundled_vit(), x, y, repeats, warm)
+        for name, case in track(CASES.items(), description="64 wide", transient=True)
     }
+    for name, case in track(CASES.items(), description="384 wide", transient=True):
+        fewer = replace(case, queries=min(case.queries, 8), others=2 if case.estimator else 8)
+        row = measure(fewer, wide_vit(), x[:32], y[:32], max(1, repeats // 2), warm)
+        found[f"384 wide: {name}"] = row
+    return found

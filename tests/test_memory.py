@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, mezo
+from flops.estimators import shared_parameters
 from tests.conftest import squared
 
 
@@ -53,8 +54,9 @@ def test_memory_does_not_grow_with_queries(estimator) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
-def test_mezo_holds_the_noise_of_one_module() -> None:
+def test_mezo_holds_the_noise_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond inference and the gradient itself there is room for one layer's noise, not for all."""
+    monkeypatch.setattr(shared_parameters, "KEEP", 1 << 16)  # else it is a small model
     width, layers = 256, 16
     model = stack(width, layers)
     x, y = torch.randn(4, width), torch.randn(4, width)

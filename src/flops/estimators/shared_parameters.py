@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flops.estimators.parameter_noise import ParameterNoise
 
 
-KEEP = 1 << 19  # noise values of a draw, 2 MB
+KEEP = 1 << 22  # noise values of a draw, 16 MB: little beside any process
 Kept = dict[tuple[int, int, int], Tensor]
 """Noise by draw, unit and parameter."""
 
