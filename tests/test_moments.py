@@ -19,6 +19,13 @@ def test_every_column_has_its_largest_entry_positive() -> None:
     assert torch.equal(signed(vectors * flips), found)
 
 
+def test_entries_that_are_alike_but_for_rounding_count_as_one() -> None:
+    near = torch.tensor([[1 + 1e-12], [-1.0]], dtype=torch.float64)
+    other = torch.tensor([[-1.0], [1 + 1e-12]], dtype=torch.float64)
+    assert signed(near)[0] > 0
+    assert signed(other)[0] > 0
+
+
 def test_eigenpairs_do_not_hang_on_the_sign_that_lapack_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

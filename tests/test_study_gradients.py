@@ -16,6 +16,7 @@ from flops.estimators import Exact, LikelihoodRatio
 from flops.groups import Group
 from flops.studies import gradients_panel, shared_draws, starts
 from flops.studies.gradients_panel import MEASURE, MEASURED, WARM, Panel, measure_panel
+from flops.studies.gradients_tables import panel_sheets, records
 from flops.studies.gradients_thirds import Thirds, measure_thirds
 from flops.studies.matrices import layer_numbers, matrix_of, third_of, thirds
 from flops.studies.starts import Start, batch_of, finetuned, load_start
@@ -165,3 +166,20 @@ def test_a_rounding_warning_is_not_repeated_for_every_cell(folder: Path) -> None
     with pytest.warns(PrecisionWarning):
         ForwardGradient(model, loss_fn, group).estimate(*data.train.batch(torch.arange(6)))
     model.zero_grad()
+
+
+def test_of_a_third_there_is_no_variance_of_a_matrix() -> None:
+    result = {kind: {"equal": [[0.5, 0.6]]} for kind in ("cosine", "noise")} | {
+        "norm": [1.0, 2.0],
+        "loss": [1.0, 1.0],
+    }
+    titles = {}
+    for perturb in ("matrix", "third"):
+        panel = Panel(perturb=perturb, budgets=(20,), allocators=("equal",), repeats=2)
+        titles[perturb] = [sheet.title for sheet in panel_sheets([(panel, result)])[0]]
+        assert ("" in {line["variance"] for line in records([(panel, result)])}) == (
+            perturb == "third"
+        )
+    variance = "Which matrices and layers dominate the variance"
+    assert variance in titles["matrix"]
+    assert variance not in titles["third"]

@@ -97,6 +97,15 @@ def test_runs_that_do_not_go_together(
     assert said in refused("--runs", str(made), str(other), output=tmp_path / "out")
 
 
+@pytest.mark.parametrize("changed", [{"head": "kept"}, {"limit": 64}])
+def test_another_start_or_fewer_points(
+    changed: dict[str, Any], made: Path, altered: Callable[..., Path]
+) -> None:
+    other = altered("other", method="lr", **changed)
+    with pytest.raises(FlopsError, match=f"has {next(iter(changed))} "):
+        check_alike([read_run(made), read_run(other)])
+
+
 def test_other_classes(made: Path, altered: Callable[..., Path]) -> None:
     other = altered("other", seed=1)
     config = json.loads((other / "model" / "config.json").read_text())

@@ -13,6 +13,7 @@ from torch import nn
 from flops.tasks import models, vision
 from flops.tasks.images import BUNDLED_FORMAT, ImageFormat
 from flops.tasks.models import image_format, load_model, parts, random_vit
+from flops.tasks.weights import warn_of_other_classes, weights_digest
 
 transformers = pytest.importorskip("transformers")
 
@@ -268,3 +269,25 @@ def test_models_that_are_not_there(tmp_path, monkeypatch):
         OSError, match=r"'google/vit' on the Hugging Face hub \(We couldn't connect\)"
     ):
         load_model("google/vit", 3)
+
+
+def test_the_digest_of_a_folder_follows_its_contents(saved):
+    path, model = saved
+    before = weights_digest(str(path))
+    assert before == weights_digest(str(path)) != ""
+    with torch.no_grad():
+        model.classifier.bias += 1
+    model.save_pretrained(path)
+    assert weights_digest(str(path)) != before
+    assert {weights_digest(name) for name in ("bundled", "random:vit-base", "owner/name", "")} == {
+        ""
+    }
+
+
+def test_a_kept_head_of_other_classes_is_noticed(saved):
+    model, _ = load_model(str(saved[0]), 5, head="kept")
+    warn_of_other_classes(model, tuple("abcde"))
+    with pytest.warns(UserWarning, match=r"has the classes a, b, c, d, e.* have e, d, c"):
+        warn_of_other_classes(model, tuple("edcba"))
+    fresh, _ = load_model(str(saved[0]), 5)
+    warn_of_other_classes(fresh, tuple("vwxyz"))  # which has no names

@@ -52,7 +52,7 @@ class Method:
     """
 
     name: MethodName = "shaped-lr"
-    queries: float = 20
+    queries: float = 20.0
     sigma: tuple[float, ...] | None = None
     targets: Targets | None = None
     stages: int = 3
@@ -94,7 +94,7 @@ class Preset:
     learning_rate: float
     stages: int
     sigma: tuple[float, ...]
-    queries: float = 20
+    queries: float = 20.0
 
 
 PRESETS = {

@@ -99,12 +99,14 @@ class Change:
 
 
 def signed(vectors: Tensor) -> Tensor:
-    """The columns, each with its largest entry positive.
+    """The columns, each with its largest entry positive; the first of those that are alike.
 
     The sign that an eigenvector comes with hangs on rounding, and queries along v and along -v
     differ by the curvature: without this, processes and threads would do so, too.
     """
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    sizes = vectors.abs()
+    alike = sizes >= (1 - 1e-6) * sizes.amax(0)
+    largest = vectors.gather(0, alike.int().argmax(0, keepdim=True))  # argmax: the first
     return torch.where(largest < 0, -vectors, vectors).contiguous()
 
 

@@ -16,6 +16,7 @@ from flops.options import Config
 from flops.progress import budget_mark, epoch_mark
 from flops.studies.cells import Result
 from flops.tasks.models import Head
+from flops.tasks.weights import weights_digest
 from flops.training import train
 
 
@@ -37,6 +38,7 @@ class Run:
     seed: int = 0
     targets: Targets | None = None
     head: Head = "fresh"
+    weights: str = ""  # digest of a model folder
 
     def config(self) -> Config:
         """The same as a training run that writes no folder."""
@@ -126,5 +128,6 @@ class Plan:
             limit=base.limit,
             targets=base.targets,
             head=base.head,
+            weights=weights_digest(base.model),
         )
         return dataclasses.replace(given, **changed)

@@ -55,11 +55,11 @@ class Robustness:
     epochs: int = 6
     """Epochs, of models trained here."""
     learning_rates: tuple[str, ...] = ()
-    """Instead of those that the sweep chose (bp 1e-3, ops-lr 1e-3, ops-spsa 3e-3, shaped-lr 1e-3),
-    such as bp=3e-4 ops-lr=3e-3."""
+    """Instead of those that the sweep chose for the digits and the bundled model (bp 1e-3, ops-lr
+    1e-3, ops-spsa 3e-3, shaped-lr 1e-3), such as bp=3e-4 ops-lr=3e-3."""
     sigmas: tuple[str, ...] = ()
-    """Instead of those that the sweep chose (ops-lr 1e-2, ops-spsa 1e-3, shaped-lr 1e-3), such as
-    ops-lr=1e-3."""
+    """Instead of those that the sweep chose for these (ops-lr 1e-2, ops-spsa 1e-3, shaped-lr
+    1e-3), such as ops-lr=1e-3."""
     model: str | None = None
     """Of models trained here: bundled (None), a model id of the hub, a folder, or
     random:vit-base."""
@@ -87,7 +87,8 @@ class Robustness:
     limit: int | None = None
     """Most points of each split, for a quick look; of the test split alone for given runs."""
     quick: bool = False
-    """A look in less than a minute: one seed, one epoch, few points. Other options count more."""
+    """A look in less than a minute, in a folder of its own: one seed, one epoch, few points, where
+    these are at their defaults."""
     workers: int = 2
     """Processes, of one thread each; 0 runs in this one."""
     output: Path = Path("runs/robustness")
@@ -151,6 +152,7 @@ class Robustness:
             setting,
             train_models,
         )
+        from flops.tasks.weights import weights_digest
 
         methods = tuple(dict.fromkeys(DEFAULT if self.methods is None else self.methods))
         if not methods:
@@ -169,6 +171,7 @@ class Robustness:
                 self.batch,
                 self.limit,
                 seed,
+                weights_digest(Config.model if self.model is None else self.model),
             )
             for seed in range(self.seeds)
             for method in methods

@@ -10,6 +10,8 @@ import tyro
 from rich.console import Console
 
 from flops.robustness_command import Robustness
+from flops.tasks.models import Head
+from flops.tasks.weights import weights_digest
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,12 @@ class Gradients:
     The ablations of the paper, on any vision transformer. Every panel is kept as soon as it is
     done; the same command continues where it was stopped.
 
-    Examples:
-        flops study gradients
-        flops study gradients --quick
-        flops study gradients --parts matrices --layers 1 6 --budgets 20 --estimators lr
-        flops study gradients --model runs/mine/model --head kept --stages 0 --data fashion-mnist
+    For example:
+
+    $ flops study gradients
+    $ flops study gradients --quick
+    $ flops study gradients --parts matrices --layers 1 6 --budgets 20 --estimators lr
+    $ flops study gradients --model runs/mine/model --head kept --stages 0 --data fashion-mnist
     """
 
     parts: tuple[Literal["matrices", "kernel", "targets", "baselines"], ...] = (
@@ -91,7 +94,7 @@ class Gradients:
     """What to measure: the paper's panels, and ablations on thirds of the layers."""
     model: str = "bundled"
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
-    head: Literal["fresh", "kept"] = "fresh"
+    head: Head = "fresh"
     """A fresh classification head, or the model's own kept, if it knows the classes of the data."""
     data: str = "digits"
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
@@ -122,7 +125,7 @@ class Gradients:
     learn: int = 30
     """Batches that shaped noise has seen before."""
     sigma: float = 1e-3
-    """Noise scale."""
+    """Noise scale; the ablation of baselines has its own."""
     seed: int = 0
     """Of the fresh head, all batches and all noise."""
     device: str = "auto"
@@ -130,7 +133,8 @@ class Gradients:
     workers: int = 2
     """Processes, of one thread each; 0 runs in this one."""
     quick: bool = False
-    """A look in a minute: fewer layers, budgets, points and repeats, where they are not given."""
+    """A look in a minute, in a folder of its own: fewer layers, budgets, points and repeats, where
+    these are at their defaults."""
     output: Path = Path("runs/gradients")
     """Folder of results, tables, figures and start models."""
 
@@ -141,10 +145,11 @@ class Gradients:
 
         chosen = vars(self) | (self._quick() if self.quick else {})
         given = {f.name: chosen[f.name] for f in fields(Panel) if f.name in chosen}
-        panel = Panel(**given | {"budgets": tuple(sorted(chosen["budgets"]))})
+        given["budgets"] = tuple(sorted(chosen["budgets"]))
+        panel = Panel(**given, weights=weights_digest(self.model))
         names = ("stages", "estimators", "matrices", "layers", "learn", "workers")
         plan = gradients.Plan(
-            self.output, Console(), panel, **{name: chosen[name] for name in names}
+            chosen["output"], Console(), panel, **{name: chosen[name] for name in names}
         )
         gradients.main(self.parts, plan)
 
@@ -152,6 +157,7 @@ class Gradients:
         """Smaller values of what was left at its default."""
         small: dict[str, Any] = {"layers": ("first", "last"), "budgets": (5, 20), "learn": 6}
         small |= {"repeats": 3, "batch": 8, "warm": 2, "stages": (5, 30)}
+        small["output"] = Path("runs/gradients-quick")
         defaults = {f.name: f.default for f in fields(self)}
         return {k: v for k, v in small.items() if getattr(self, k) == defaults[k]}
 

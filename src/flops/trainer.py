@@ -20,6 +20,7 @@ from flops.progress import Evaluation, Progress, budget_mark, epoch_mark
 from flops.step_report import StepReport
 from flops.tasks.images import ImageData, ImageFormat, load
 from flops.tasks.models import image_format, load_model
+from flops.tasks.weights import warn_of_other_classes
 
 ORDER = 0x0D0E  # sets the order of the points apart from other uses of the seed
 LOOK = 16  # rows by which the engine finds out how the model is built
@@ -249,6 +250,8 @@ def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
         model, format = load_model(
             config.model, len(data.classes), seed=config.seed, head=config.head
         )
+        if config.head == "kept":
+            warn_of_other_classes(model, data.classes)
     except (OSError, ValueError, ImportError) as error:
         raise FlopsError(str(error)) from error
     return model, format, data

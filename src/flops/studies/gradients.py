@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -108,9 +109,14 @@ class Plan:
                 "repeats, warm and learn >= 1, batch >= 2 and workers >= 0 are needed, not "
                 f"{panel.repeats}, {panel.warm}, {self.learn}, {panel.batch} and {self.workers}"
             )
-        if min(self.stages) < 0 or not panel.sigma > 0:
+        if min(self.stages) < 0 or not 0 <= panel.seed < 2**63:
             raise FlopsError(
-                f"stages >= 0 and sigma > 0 are needed, not {self.stages} and {panel.sigma}"
+                f"stages >= 0 and 0 <= seed < 2**63 are needed, not {self.stages} and {panel.seed}"
+            )
+        if not (0 < panel.sigma < math.inf and 0 < panel.learning_rate < math.inf):
+            raise FlopsError(
+                "sigma and learning rate must be greater than 0 and finite, not "
+                f"{panel.sigma} and {panel.learning_rate}"
             )
         model, data = load_start(self.folder, replace(panel.start, steps=min(self.stages)))
         if len(data.train) < panel.batch:

@@ -1,9 +1,9 @@
 """One panel: the cosine of one matrix's estimated gradient, by allocator and query budget.
 
 The allocators are used as in training: those that learn have seen some earlier batches, with the
-budget they are measured at, and none is told the exact gradient. All see the same batches and the
-same draws, so that differences between them are paired by repeat; the draws of a small budget are
-the first ones of a large budget.
+budget they are measured at but no more than 20 queries, and none is told the exact gradient. All
+see the same batches and the same draws, so that differences between them are paired by repeat; the
+draws of a small budget are the first ones of a large budget.
 """
 
 from __future__ import annotations

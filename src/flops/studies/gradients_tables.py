@@ -18,7 +18,7 @@ from flops.studies.matrices import TITLES
 Found = Sequence[tuple[Panel, Result]]
 NAMES = {"lr": "LR", "spsa": "SPSA", "es": "ES", "diagonal": "Gaussian, diagonal"}
 PAIRS = (("gaussian", "equal"), ("neyman", "equal"), ("gaussian", "bernoulli"))
-NOTE = "Intervals are 95 % t-intervals over {} repeats, each with a batch and noise of its own"
+NOTE = "Intervals are 95 % t-intervals over {} batches with noise of their own, for one start model"
 SUFFICE = 20  # the paper's budget
 
 
@@ -71,6 +71,10 @@ def _header(found: Found, *first: str) -> list[str]:
     return ["stage", "estimator", *first, *(f"{b} queries" for b in found[0][0].budgets)]
 
 
+def _growth(found: Found) -> list[str]:
+    return ["growth"] if len(found[0][0].budgets) > 1 else []
+
+
 def means_sheet(found: Found) -> Sheet:
     """Mean cosine over matrices and layers."""
     panel = found[0][0]
@@ -95,8 +99,8 @@ def _differences(part: Found) -> list[list[str]]:
             one, other = ([over_panels(part, name, p) for p in places] for name in (a, b))
             cells = [paired(x, y).shown(sign=True) for x, y in zip(one, other, strict=True)]
             gains = [[x - y for x, y in zip(one[i], other[i], strict=True)] for i in (0, -1)]
-            growth = paired(gains[1], gains[0]).shown(sign=True)
-            lines.append([f"{shown(a)} - {shown(b)}", *cells, growth])
+            growth = [paired(gains[1], gains[0]).shown(sign=True)] if len(places) > 1 else []
+            lines.append([f"{shown(a)} - {shown(b)}", *cells, *growth])
     return lines
 
 
@@ -106,7 +110,7 @@ def differences_sheet(found: Found) -> Sheet:
         ", the differences paired by repeat; mean over matrices and layers. Growth: the "
         "difference at the largest budget less that at the smallest."
     )
-    header = [*_header(found, "difference"), "growth"]
+    header = [*_header(found, "difference"), *_growth(found)]
     title = "Paired differences between allocators, over all panels"
     return Sheet(title, header, _rows(found, _differences), note)
 
@@ -121,7 +125,7 @@ def panel_differences_sheet(found: Found) -> Sheet:
             lines += [[name, *cells] for cells in _differences([one])]
         return lines
 
-    header = [*_header(found, "panel", "difference"), "growth"]
+    header = [*_header(found, "panel", "difference"), *_growth(found)]
     note = NOTE.format(found[0][0].repeats) + ", the differences paired by repeat."
     title = "Paired differences between allocators, panel by panel"
     return Sheet(title, header, _rows(found, line), note)
@@ -215,7 +219,9 @@ def panel_sheets(found: Found) -> tuple[list[Sheet], list[Sheet]]:
     """Tables to show, and longer ones for the file alone."""
     several = len(found[0][0].budgets) > 1
     sheets = [means_sheet(found), differences_sheet(found), contrasts_sheet(found)]
-    sheets += [variance_sheet(found), enough_sheet(found) if several else None]
+    # Of a third the noise is known as a whole, and says nothing about one of its matrices.
+    alone = found[0][0].perturb == "matrix"
+    sheets += [variance_sheet(found) if alone else None, enough_sheet(found) if several else None]
     return [s for s in sheets if s is not None and s.rows], [panel_differences_sheet(found)]
 
 
@@ -240,7 +246,9 @@ def records(found: Found) -> list[Mapping[str, Any]]:
             "allocator": allocator,
             "repeat": repeat,
             "cosine": value,
-            "variance": result["noise"][allocator][place][repeat],
+            "variance": result["noise"][allocator][place][repeat]
+            if panel.perturb == "matrix"
+            else "",
             "squared_norm": result["norm"][repeat],
         }
         for panel, result in found

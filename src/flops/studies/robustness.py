@@ -106,6 +106,8 @@ def _trained(config: Config) -> str:
     said = f"{config.method} learning rate {config.learning_rate:g}"
     if config.sigma and config.method != BASE:
         said += f", sigma {' '.join(f'{value:g}' for value in config.sigma)}"
+    if config.method != BASE:
+        said += f", {config.queries:g} queries"
     if config.epochs is not None:
         said += f", {config.epochs} epoch{'s' if config.epochs > 1 else ''}"
     return said if config.budget is None else f"{said}, {config.budget:g} forward equivalents"

@@ -109,7 +109,7 @@ def check_alike(runs: Sequence[FinishedRun]) -> None:
         raise FlopsError("there is no run to measure: give --runs FOLDER..., or --methods")
     first = runs[0]
     for run in runs[1:]:
-        for name in ("model", *DATA):
+        for name in ("model", "head", "limit", *DATA):
             one, other = getattr(first.config, name), getattr(run.config, name)
             if one != other:
                 raise FlopsError(

@@ -41,6 +41,7 @@ class Training:
     batch: int
     limit: int | None = None
     seed: int = 0
+    weights: str = ""  # digest of a model folder
 
     def place(self, folder: Path) -> Path:
         """Its run folder below that of the study, by all its settings."""
@@ -116,6 +117,8 @@ def train_models(
     Raises:
         FlopsError: If training failed.
     """
+    for training in trainings:
+        training.config(folder)  # refuses what is not allowed, before anything is run
     cells = [Cell("training", partial(train_model, folder=folder), t) for t in trainings]
     for cell in cells:  # a model that was removed is trained again
         if not (cell.settings.place(folder) / "model" / LAST).is_file():

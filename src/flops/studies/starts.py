@@ -26,6 +26,7 @@ from flops.noise import generator
 from flops.tasks.images import ImageData, load
 from flops.tasks.models import Head, image_format, load_model
 from flops.tasks.splits import ImageSplit
+from flops.tasks.weights import warn_of_other_classes
 
 BATCH = 64  # of the steps of backpropagation
 SAMPLES = 0x5A  # sets the batches of measurements apart from other uses of the seed
@@ -45,6 +46,7 @@ class Start:
         learning_rate: Of Adam in these.
         device: cpu, cuda, or auto.
         seed: Of the fresh head, all batches and all noise.
+        weights: Digest of a model folder, whose contents may change.
     """
 
     model: str = "bundled"
@@ -55,6 +57,7 @@ class Start:
     learning_rate: float = 1e-3
     device: str = "auto"
     seed: int = 0
+    weights: str = ""
 
     @property
     def start(self) -> Start:
@@ -103,6 +106,8 @@ def load_start(folder: Path, start: Start) -> tuple[nn.Module, ImageData]:
         model, _ = load_model(start.model, len(data.classes), seed=start.seed, head=start.head)
     except (OSError, ValueError, ImportError) as error:
         raise FlopsError(str(error)) from error
+    if start.head == "kept":
+        warn_of_other_classes(model, data.classes)
     model.to(find_device(start.device)).eval()
     if path.is_file():
         model.load_state_dict(load_file(path))

@@ -1,0 +1,44 @@
+"""What tells the contents of a model folder from others, and the classes that a kept head knows."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+def weights_digest(model: str) -> str:
+    """What tells the contents of a model folder from others; empty for what is no folder."""
+    folder = Path(model).expanduser()
+    if not model or not (folder / "config.json").is_file():
+        return ""
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return _digest(tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files))
+
+
+@lru_cache  # of files that have not changed
+def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
+    mark = hashlib.sha256()
+    for name, _, _ in files:
+        with open(name, "rb") as content:
+            mark.update(hashlib.file_digest(content, "sha256").digest())
+    return mark.hexdigest()[:12]
+
+
+def warn_of_other_classes(model: nn.Module, classes: Sequence[str]) -> None:
+    """Say so if a kept head names other classes than the data, or in another order."""
+    config: Any = model.config
+    names = [str(config.id2label.get(i, "")) for i in range(len(classes))]
+    unnamed = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
+    if not unnamed and names != list(classes):
+        warnings.warn(
+            f"the head that is kept has the classes {', '.join(names[:5])}, ... and the data have "
+            f"{', '.join(classes[:5])}, ...; keep it only if these mean the same, in this order",
+            stacklevel=3,
+        )
