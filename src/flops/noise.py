@@ -8,7 +8,7 @@ Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
 - gaussian: z ~ N(0, I), from 16 random bits a value: one of 65,536 normal quantiles, scaled to
   unit variance (fourth moment 2.999, sixth 14.97, largest value 4.3). Noise at every layer costs
-  as much as the passes themselves with torch's own normals, and a third of that in this way.
+  as much as the passes themselves with torch's own normals, and less than half of that in this way.
 - rademacher: independent signs.
 - orthogonal: directions of one point mutually orthogonal, of length sqrt(d), uniformly random.
   Once a point has d draws their mean of z z^T is the identity, so the estimate is exact for a
