@@ -145,6 +145,8 @@ class Compare:
         console.print(seen)
         try:
             plot(self.output / "accuracy.png", results)
+            shown = f"the plot is {self.output / 'accuracy.png'}"
+            console.print(shown, markup=False, soft_wrap=True)
         except ImportError as error:
             console.print(f"no plot was drawn: {error}", markup=False)
         console.print(f"results are in {self.output}", markup=False, soft_wrap=True)
