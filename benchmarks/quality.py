@@ -23,6 +23,7 @@ from flops import SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Equal, Gaussian, Neyman
 from flops.estimators import Estimator
 from flops.estimators.likelihood_ratio import Targets
+from flops.studies import starts
 from flops.tasks.vision import Split, bundled_vit, digits, logits
 
 QUERIES = 20
@@ -70,15 +71,7 @@ def gradient(model: Any, third: int) -> Tensor:
 
 def finetuned(train: Split, steps: int, seed: int = 0) -> nn.Module:
     """The bundled model after some steps of backpropagation on the digits."""
-    model = bundled_vit(seed=seed)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    source = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        rows = torch.randperm(len(train), generator=source)[:BATCH]
-        optimizer.zero_grad()
-        loss_fn(model(train.images[rows]), train.labels[rows]).mean().backward()
-        optimizer.step()
-    return model
+    return starts.finetuned(bundled_vit(seed=seed), train, steps, batch=BATCH, seed=seed)
 
 
 def batch(train: Split, seed: int) -> Tensor:

@@ -175,6 +175,15 @@ def test_a_comparison_can_start_from_a_model_that_knows_its_task(tmp_path: Path)
     assert kept["at_epochs"]["test"] > 0.4 > 0.3 > fresh["at_epochs"]["test"]
 
 
+@pytest.mark.parametrize(
+    "command", ["compare", "diagnose", "study gradients", "study robustness", "study shaped"]
+)
+def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    assert f"$ flops {command}" in capsys.readouterr().out
+
+
 def test_no_method_twice(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="different methods"):
         run(tmp_path, "--methods", "bp", "bp")

@@ -36,11 +36,12 @@ class Diagnose:
     repeats), J against the optimal allocation, the signal-to-noise ratio and the cost; and a sweep
     over sigma with the recommended one. Use `flops.diagnose` for a model and data of your own.
 
-    Examples:
-        flops diagnose
-        flops diagnose --steps 150 --targets stage --queries 8
-        flops diagnose --steps 150 --targets stage --shaping
-        flops diagnose --estimator spsa --json > spsa.json
+    For example:
+
+    $ flops diagnose
+    $ flops diagnose --steps 150 --targets stage --queries 8
+    $ flops diagnose --steps 150 --targets stage --shaping
+    $ flops diagnose --estimator spsa --json > spsa.json
     """
 
     estimator: Literal["lr", "spsa", "es"] = "lr"

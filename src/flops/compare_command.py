@@ -28,10 +28,11 @@ class Compare:
     split; give one of each to leave the sweep out. Each run is kept as soon as it is done, and the
     same command continues where it was stopped. Writes tables.md, results.json and accuracy.png.
 
-    Examples:
-        flops compare --methods bp lr ops-lr shaped-lr --seeds 1 --epochs 3
-        flops compare --methods lr ops-lr --learning-rates 1e-3 --sigmas 1e-3
-        flops compare --data path/to/images --model google/vit-base-patch16-224 --seeds 3
+    For example:
+
+    $ flops compare --methods bp lr ops-lr shaped-lr --seeds 1 --epochs 3
+    $ flops compare --methods lr ops-lr --learning-rates 1e-3 --sigmas 1e-3
+    $ flops compare --data path/to/images --model google/vit-base-patch16-224 --seeds 3
     """
 
     methods: tuple[MethodName, ...] = METHODS

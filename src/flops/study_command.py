@@ -36,10 +36,11 @@ class Shaped:
 
     Every run is kept as soon as it is done; the same command continues where it was stopped.
 
-    Examples:
-        flops study shaped
-        flops study shaped --parts main problems --seeds 2
-        flops study shaped --parts main --seeds 1 --most 20 --output runs/look
+    For example:
+
+    $ flops study shaped
+    $ flops study shaped --parts main problems --seeds 2
+    $ flops study shaped --parts main --seeds 1 --most 20 --output runs/look
     """
 
     parts: tuple[Literal["main", "problems", "accuracy", "grid"], ...] = (

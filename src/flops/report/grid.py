@@ -15,7 +15,8 @@ from flops.report.metrics import Interval
 from flops.report.plots import matplotlib_figures, matplotlib_module
 
 Curves = Mapping[str, Sequence[Interval]]
-STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", (0, (5, 1, 1, 1))), ("P", "-"))
+STYLES: tuple[tuple[str, Any], ...] = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"))
+STYLES += (("v", (0, (5, 1))), ("P", (0, (3, 5))), ("X", (0, (1, 3))), ("*", (0, (8, 2, 1, 2))))
 HATCHES = ("", "///", "...", "xxx")
 DPI = 130
 

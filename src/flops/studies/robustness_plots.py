@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
+from flops.report.grid import STYLES
 from flops.report.metrics import interval
 from flops.report.plots import matplotlib_figures
 from flops.studies.robustness_tables import TITLES, Found
 from flops.studies.robustness_trials import ATTACKS, Strengths
 
 # Told apart without colour: by marker and by line.
-STYLES: tuple[tuple[str, Any], ...] = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"))
-STYLES += (("v", (0, (5, 1))), ("P", (0, (3, 5))), ("X", (0, (1, 3))), ("*", (0, (8, 2, 1, 2))))
 
 
 def plot_bounds(path: Path, found: Found, strengths: Strengths) -> None:
