@@ -208,3 +208,31 @@ def test_a_state_that_lacks_a_group_is_refused_whole() -> None:
         state[part].popitem()
         with pytest.raises(ValueError, match=part):
             fg.load_state_dict(state)
+
+
+@pytest.mark.parametrize("baseline", ["clean", "antithetic"])
+def test_noise_that_is_kept_as_bits_gives_the_same_gradient(
+    baseline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (x, y) = mlp(), data()
+    group = [Group(model, LikelihoodRatio(1e-2, "leaf", baseline), queries=10)]
+    dense = estimate(model, squared, x, y, group)
+    monkeypatch.setattr("flops.noise.COMPACT", 0)
+    monkeypatch.setattr("flops.estimators.likelihood_ratio.PIECE", 7)
+    torch.testing.assert_close(
+        flat(estimate(model, squared, x, y, group)), flat(dense), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_what_no_later_group_replays_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = mlp(), data()
+    held: list[int] = []
+
+    class Watching(LikelihoodRatio):
+        def work(self, binding, queries):
+            held.append(len(queries.record))
+            return super().work(binding, queries)
+
+    groups = [Group(model[i], Watching(), queries=2) for i in (0, 2, 4)]
+    ForwardGradient(model, squared, groups).estimate(x, y)
+    assert held[0] > held[1] > held[2] > 0

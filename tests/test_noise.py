@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.noise import KINDS, NoiseStream, fill, mix, orthogonalise, words
+from flops.noise import KINDS, NoiseStream, fill, mix, negative, orthogonalise, values, words
 
 KEY = (7, 3, 1)
 INDEPENDENT = ["gaussian", "rademacher"]
@@ -208,3 +208,26 @@ def test_parts_are_the_rows_however_they_are_cut(kind: str) -> None:
     truth = stream(kind, 37).rows(points, draws).clone()
     found = torch.cat([part.clone() for part in stream(kind, 37).parts(parts)])
     assert torch.equal(found, truth)
+
+
+def test_bits_make_the_same_noise_and_its_opposite() -> None:
+    found = fill("gaussian", 5, 37, words(3))
+    bits = fill("gaussian", 5, 37, words(3), torch.empty(5, 40, dtype=torch.int16))
+    assert torch.equal(values(bits, 0, 37), found)
+    assert torch.equal(values(bits, 4, 9), found[:, 4:9])
+    assert torch.equal(values(negative(bits), 0, 37), -found)
+    assert torch.equal(values(found, 4, 9), found[:, 4:9])
+    assert torch.equal(negative(found), -found)
+
+
+def test_large_parts_come_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flops.noise.COMPACT", 100)
+    points, draws = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0])
+    for kind, size, compact in (
+        ("gaussian", 37, True),
+        ("gaussian", 9, False),
+        ("rademacher", 37, 0),
+    ):
+        (part,) = stream(kind, size).parts([(points, draws)])
+        assert (part.dtype == torch.int16) == bool(compact)
+        assert torch.equal(values(part, 0, size), stream(kind, size).rows(points, draws))

@@ -24,10 +24,12 @@ from flops.allocators.equal import Equal
 from flops.allocators.fixed import Fixed
 from flops.allocators.neyman import Neyman, split_budgets
 from flops.errors import QueryError
+from flops.estimators.base import work_of
 from flops.groups import ResolvedGroup
 from flops.guards import check_counts
 from flops.local import Gradients
-from flops.queries import Estimate, Queries
+from flops.meetings import Work, completed
+from flops.queries import Estimate, Ledger, Queries
 from flops.step_report import ShapingReport
 from flops.trace import energy, traces_of, variance
 
@@ -85,16 +87,33 @@ def spend(
     group: ResolvedGroup, binding: Any, allocator: Allocator, signal: Signal, queries: Queries
 ) -> Spent:
     """Run the queries of one group, and let its allocator learn from them."""
+    return completed(spending(group, binding, allocator, signal, queries))
+
+
+def spending(
+    group: ResolvedGroup, binding: Any, allocator: Allocator, signal: Signal, queries: Queries
+) -> Work[Spent]:
+    """The same, with a stop before every exchange with other processes."""
+    total, queries = queries.ledger, replace(queries, ledger=Ledger())
+    spent = yield from _spending(group, binding, allocator, signal, queries)
+    total.add(queries.ledger)
+    return spent
+
+
+def _spending(
+    group: ResolvedGroup, binding: Any, allocator: Allocator, signal: Signal, queries: Queries
+) -> Work[Spent]:
     size = queries.size
     if group.estimator.minimum_queries == 0:  # it makes none
-        estimate = group.estimator.estimate(binding, queries)
+        yield
+        estimate = yield from work_of(group.estimator, binding, queries)
         none = (0, 0.0, float("inf"))
         return Spent(estimate.gradients, queries.counts, *none, loss=estimate.loss)
     pilot = allocator.pilot if isinstance(allocator, Learner) else 0
-    before = replace(queries.ledger)
     if not pilot:
         counts = queries.team.first(counts_of(group, allocator, signal))
-        estimate = group.estimator.estimate(binding, replace(queries, counts=counts))
+        yield
+        estimate = yield from work_of(group.estimator, binding, replace(queries, counts=counts))
         _learn(allocator, signal, estimate)
         gradients, noise, last = estimate.gradients, variance(estimate, size), estimate
         dropped = int((counts == 0).sum())
@@ -108,20 +127,20 @@ def spend(
                 f"{signal.budget} queries for {size} points; raise `queries` or lower the pilot"
             )
         early_queries = replace(queries, counts=first, key=(*queries.key, PILOT))
-        early = group.estimator.estimate(binding, early_queries)
+        early = yield from work_of(group.estimator, binding, early_queries)
         _learn(allocator, rest, early)
         later = queries.team.first(counts_of(group, allocator, rest))
-        late = group.estimator.estimate(binding, replace(queries, counts=later))
+        yield
+        late = yield from work_of(group.estimator, binding, replace(queries, counts=later))
         share = float(first[0]) / (float(first[0]) + float(later.double().mean()))
         noise = share**2 * variance(early, size) + (1 - share) ** 2 * variance(late, size)
         gradients = _combined(early.gradients, late.gradients, share)
         counts, dropped, estimate, last = first + later, 0, early, late
-    queries.settle(before)
+    queries.settle()
     norm = energy(gradients)
     ratio = max(0.0, norm - noise) / noise if noise > 0 else float("inf")
     if isinstance(allocator, Neyman) and allocator.across_groups:
-        rows = queries.ledger.rows - before.rows
-        queries.memory["query_cost"] = (queries.ledger.queries - before.queries) / max(rows, 1)
+        queries.memory["query_cost"] = queries.ledger.queries / max(queries.ledger.rows, 1)
         _note_demand(queries.memory, estimate, size, norm)
     shaping = last.shaped.report if last.shaped is not None else None
     return Spent(gradients, counts, dropped, noise, ratio, shaping, estimate.loss)

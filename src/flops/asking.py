@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flops.directions import Directions
+from flops.meetings import Work
 from flops.moments import Grid
 from flops.noise import Kind, NoiseStream, generator
 from flops.plan import Rows, plan
@@ -131,7 +132,9 @@ class Asked:
                 yield at, draw, self.noise.rows(at, draw)
 
 
-def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: Tensor) -> Asked:
+def ask(
+    space: Space, queries: Queries, known: Directions, iso: Tensor, draws: Tensor
+) -> Work[Asked]:
     """Make all queries: slopes of isotropic noise, coordinates of known directions."""
     size, shaped = queries.size, draws - iso
     prior, order = _order(space, queries, known, int(shaped.max()))
@@ -156,6 +159,7 @@ def ask(space: Space, queries: Queries, known: Directions, iso: Tensor, draws: T
         slopes = space.ask(rows, z)
         slopes[~first] /= length
         found.append(slopes)
+    yield
     slopes, at = queries.everyone(found, space.unit, space.dtype)
     draw = plan(draws, 1).draws
     w[at, draw] = slopes

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flops.allocation import check_allocators, floor_of, spend, total_budgets
+from flops.allocation import check_allocators, floor_of, spending, total_budgets
 from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
@@ -33,6 +33,7 @@ from flops.guards import (
 )
 from flops.layout import Layout, Layouts
 from flops.local import Gradients, add_gradients
+from flops.meetings import together
 from flops.session import Session, opened
 from flops.step_report import ForwardEquivalents, StepReport
 
@@ -122,18 +123,18 @@ class ForwardGradient:
         started = time.perf_counter()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
-        spent = []
         with self.session(inputs, targets, index, skip=True) as session:
-            for number, group in enumerate(self.groups):
-                spent.append(
-                    spend(
-                        group,
-                        session.layout.bindings[number],
-                        allocators[group.name],
-                        self.signal(number, session),
-                        session.queries(group.name, self.key(number), memory[group.name]),
-                    )
+            works = (
+                spending(
+                    group,
+                    session.layout.bindings[number],
+                    allocators[group.name],
+                    self.signal(number, session),
+                    session.queries(group.name, self.key(number), memory[group.name]),
                 )
+                for number, group in enumerate(self.groups)
+            )
+            spent = together(works) if not session.team.alone else session.in_turn(works)
             truth = exact_gradients(self.model, session.passes.batch) if exact else None
         ledger = session.ledger
         named = {group.name: s for group, s in zip(self.groups, spent, strict=True)}

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import CoverageError
-from flops.replay import Passes, Prefix, Record
+from flops.prefixes import Prefix
+from flops.replay import Passes, Record
 from flops.script import Action, Forward, Leave
 
 Gradients = dict[nn.Parameter, Tensor]

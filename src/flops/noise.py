@@ -30,6 +30,7 @@ Kind = Literal["gaussian", "rademacher", "orthogonal"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 _WORDS = 1 << 14  # random words at a time: more would leave the cache
+COMPACT = 1 << 21  # noise values of a chunk, 8 MB, from which on their bits are kept instead
 _MASK = (1 << 64) - 1
 
 
@@ -104,12 +105,17 @@ def fill(
         count: Rows.
         size: Values of a row.
         source: Of random words.
-        out: Where to write them, of shape (count, `width`), contiguous.
+        out: Where to write them, of shape (count, `width`), contiguous. Of type int16 it takes the
+            bits of Gaussian noise, of which `values` makes the same noise.
     """
     if out is None:
         # Neither the type nor the device that the user made the default may change the noise.
         out = torch.empty(count, width(kind, size), dtype=torch.float32, device="cpu")
     signs = kind == "rademacher"
+    if out.dtype == torch.int16:
+        for part in out.view(-1).split(_WORDS * 4):
+            part.copy_(torch.from_numpy(source.random_raw(len(part) // 4).view(np.int16)))
+        return out[:, :size]
     table, rows = (_SIGNS, out.view(-1, 8)) if signs else (_NORMALS, out.view(-1))
     piece = np.uint8 if signs else np.uint16
     for part in rows.split(_WORDS * 8 // piece().itemsize):
@@ -117,6 +123,24 @@ def fill(
         index = torch.from_numpy(raw.view(piece).astype(np.int32))
         torch.index_select(table, 0, index, out=part)
     return out[:, :size]
+
+
+def values(noise: Tensor, begin: int, end: int) -> Tensor:
+    """Columns of noise, looked up where only its bits are kept."""
+    part = noise[:, begin:end]
+    if noise.dtype != torch.int16:
+        return part
+    out = torch.empty(part.shape, dtype=torch.float32, device="cpu")
+    rows = max(1, 4 * _WORDS // max(1, end - begin))
+    for bits, place in zip(part.split(rows), out.split(rows), strict=True):
+        index = bits.to(torch.int32).bitwise_and_(0xFFFF).view(-1)
+        torch.index_select(_NORMALS, 0, index, out=place.view(-1))
+    return out
+
+
+def negative(noise: Tensor) -> Tensor:
+    """The opposite draws: the table is symmetric, so the bits of -z are those of z inverted."""
+    return noise.bitwise_not() if noise.dtype == torch.int16 else -noise
 
 
 def orthogonalise(rows: Tensor) -> Tensor:
@@ -178,14 +202,17 @@ class NoiseStream:
     def parts(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Noise of parts (points, draws) in turn, all in one buffer: use each before the next.
 
-        By one thread: others would wait for those of torch, which spin between two passes.
+        By one thread: others would wait for those of torch, which spin between two passes. Large
+        parts come as bits, for `values`: half the memory, and each value is looked up twice.
         """
-        buffer = self._buffer(max((len(points) for points, _ in parts), default=0))
+        rows = max((len(points) for points, _ in parts), default=0)
+        compact = self._kind == "gaussian" and rows * self._size > COMPACT
+        buffer = self._buffer(rows, torch.int16 if compact else torch.float32)
         for points, draws in parts:
             yield self.rows(points, draws, buffer)
 
-    def _buffer(self, rows: int) -> Tensor:
-        return torch.empty(rows, width(self._kind, self._size), dtype=torch.float32, device="cpu")
+    def _buffer(self, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, width(self._kind, self._size), dtype=dtype, device="cpu")
 
     def _seed(self, point: int) -> np.random.SFC64:
         return words(*self._key, self._ids[point])

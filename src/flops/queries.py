@@ -19,7 +19,8 @@ from flops.errors import PrecisionWarning
 from flops.guards import check_finite
 from flops.local import Gradients, LocalTarget, add_gradients, local_products
 from flops.plan import Rows, chunks, plan, shares, spans
-from flops.replay import Edit, Passes, Prefix, Record
+from flops.prefixes import Prefix
+from flops.replay import Edit, Passes, Record
 from flops.script import Action
 from flops.step_report import ShapingReport
 from flops.structure import Call
@@ -34,6 +35,12 @@ class Ledger:
     rows: int = 0
     queries: float = 0.0
     local: float = 0.0
+
+    def add(self, other: Ledger) -> None:
+        """Charge what stands in another one."""
+        self.rows += other.rows
+        self.queries += other.queries
+        self.local += other.local
 
 
 @dataclass
@@ -143,12 +150,10 @@ class Queries:
         last = int(points[end - 1]) + 1
         return low, max(last, int(points[end])) if end < len(points) else self.size
 
-    def settle(self, before: Ledger) -> None:
-        """Charge what the other processes ran since then."""
-        mine = [float(self.ledger.rows - before.rows), self.ledger.queries - before.queries]
-        rows, cost = self.team.sum(mine)
-        self.ledger.rows = before.rows + round(rows)
-        self.ledger.queries = before.queries + cost
+    def settle(self) -> None:
+        """Charge what the other processes ran."""
+        rows, cost = self.team.sum([float(self.ledger.rows), self.ledger.queries])
+        self.ledger.rows, self.ledger.queries = round(rows), cost
 
     def run(
         self,
@@ -184,29 +189,26 @@ class Queries:
             check_finite(losses, f"queries of group '{self.name}'")
         return losses.view(len(changes), self.size).mean(1)
 
-    def local(
+    def products(
         self,
         prefix: Prefix,
         targets: Sequence[LocalTarget],
         deltas: Mapping[int, Mapping[int, Tensor]],
-        watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
         own: tuple[int, int] | None = None,
-        repeat: bool = False,
+        watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
     ) -> Gradients:
-        """Local products of all points; charged. See `flops.local`.
+        """Sum of the local products of some points; charged for all. See `flops.local`.
 
         Args:
             prefix: What is replayed.
             targets: In the order in which they end.
             deltas: Of shape (B, ...), with their batch first here.
+            own: First and last + 1 of the points; None for all of them.
             watch: Sees points, each target and its arguments.
-            own: Points for which this process's deltas are not zero; None if all processes have
-                all of them, then each takes its share of the points.
-            repeat: Take all products in every process instead, and exchange nothing.
         """
         total: Gradients = {}
         calls = self.passes.structure.calls
-        low, high = (0, self.size) if repeat else own or self.team.span(self.size)
+        low, high = own or (0, self.size)
         for a, b in spans(high - low, self.chunk):
             begin, end = low + a, low + b
             points = torch.arange(begin, end)
@@ -228,8 +230,11 @@ class Queries:
             )
             add_gradients(total, found)
         self.ledger.local += self.size * self.local_share(prefix, targets)
-        parameters = [p for target in targets for p in target.parameters]
-        return total if repeat else self.team.add_gradients(total, parameters)
+        return total
+
+    def gathered(self, products: Gradients, targets: Sequence[LocalTarget]) -> Gradients:
+        """Sum of what all processes found for their points."""
+        return self.team.add_gradients(products, [p for t in targets for p in t.parameters])
 
     def local_share(self, prefix: Prefix, targets: Sequence[LocalTarget]) -> float:
         """From the prefix to the last target once, and twice through the targets for a product."""

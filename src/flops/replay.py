@@ -12,7 +12,7 @@ and an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.batch import Batch
+from flops.prefixes import Prefix, finished, nothing, visible_calls
 from flops.script import Action, Forward, Watch, scripted
 from flops.structure import MORE, Call, Leaf, Structure
 
@@ -28,28 +29,8 @@ _OTHER_ROWS = torch.tensor([1, 2])
 Record = Mapping[int, list[Any]]
 """Recorded leaves of a call's output, by call number."""
 
-
 Edit = Callable[[Any], Any]
 """Changes the output of a call, for example by adding noise."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Calls that are replayed, which of them must be recorded, and the calls that still run."""
-
-    replayed: tuple[Call, ...]
-    needed: frozenset[int]
-    visible: Mapping[str, tuple[int, ...]]
-    share: float
-
-    def script(self, action: Callable[[int], Action | None]) -> dict[str, list[Action | None]]:
-        """Actions of the visible calls, for the modules that have any."""
-        script = {}
-        for name, numbers in self.visible.items():
-            actions = [action(number) for number in numbers]
-            if any(a is not None for a in actions):
-                script[name] = actions
-        return script
 
 
 class Passes:
@@ -148,7 +129,7 @@ class Passes:
         self.trial(nothing(self.structure), {}, torch.arange(MORE))
         replayed = finished(self.structure, time)
         numbers = frozenset(call.number for call in replayed)
-        visible = _visible(self.structure, numbers)
+        visible = visible_calls(self.structure, numbers)
         share = self.structure.share(replayed)
         # Integers cannot be NaN, and a tensor without batch axis is small: always recorded.
         solid = {
@@ -177,15 +158,19 @@ class Passes:
         """Whether the losses stay the same, whatever stands in the place of the blanks.
 
         NaN shows wherever it is computed with, but passes unseen through a comparison or an
-        argmax; there large values of both signs show.
+        argmax; there large values of both signs show. What another row would read, of an expert
+        that none of these rows chose, shows as NaN in the output of a call.
         """
         outputs = self.structure.outputs
         record = {number: outputs[number] for number in prefix.needed}
         blanks = [c.number for c in prefix.replayed if c.number not in prefix.needed]
         for scale in (None, 1e4, -1e4) if blanks else (None,):
             odd = {n: [_odd(x, scale) for x in outputs[n]] for n in blanks if scale is not None}
-            losses = self.trial(prefix, {**record, **odd}, _OTHER_ROWS)
-            if losses is None or not self.structure.agrees(losses, _OTHER_ROWS):
+            seen: list[bool] = []
+            running = set(chain(*prefix.visible.values())) - set(blanks)
+            looks = {number: _look(seen) for number in running} if not odd else {}
+            losses = self.trial(prefix, {**record, **odd}, _OTHER_ROWS, edits=looks)
+            if losses is None or any(seen) or not self.structure.agrees(losses, _OTHER_ROWS):
                 return False
         return True
 
@@ -225,33 +210,14 @@ class Passes:
         return torch.allclose(first[1:], second[1:], rtol=1e-5, atol=1e-6)
 
 
-def finished(structure: Structure, time: int) -> list[Call]:
-    """The outermost calls that end at or before the time and can be replayed."""
-    chosen: list[Call] = []
-    inside: set[int] = set()
-    for call in structure.calls:  # parents come before their children
-        if call.parent in inside:
-            inside.add(call.number)
-        elif call.end <= time and call.replayable:
-            chosen.append(call)
-            inside.add(call.number)
-    return chosen
+def _look(seen: list[bool]) -> Edit:
+    """Note whether a call's output has NaN."""
 
+    def look(out: Any) -> Any:
+        seen.extend(bool(x.isnan().any()) for x in tree_flatten(out)[0] if isinstance(x, Tensor))
+        return out
 
-def nothing(structure: Structure) -> Prefix:
-    """The empty prefix: every call runs."""
-    return Prefix((), frozenset(), _visible(structure, frozenset()), 0.0)
-
-
-def _visible(structure: Structure, replayed: frozenset[int]) -> dict[str, tuple[int, ...]]:
-    visible: dict[str, list[int]] = {}
-    hidden: set[int] = set()
-    for call in structure.calls:
-        if call.parent is not None and (call.parent in hidden or call.parent in replayed):
-            hidden.add(call.number)
-        else:
-            visible.setdefault(call.name, []).append(call.number)
-    return {name: tuple(numbers) for name, numbers in visible.items()}
+    return look
 
 
 def _replay(call: Call, recorded: list[Any] | None, rows: Tensor, edit: Edit | None) -> Action:

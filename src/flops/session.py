@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,11 @@ from flops.guards import (
     slow_attention_path,
 )
 from flops.layout import Layout, Layouts
+from flops.meetings import Work, completed
 from flops.queries import Ledger, Queries
 from flops.replay import Passes, Record
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Session:
 
     layout: Layout
     passes: Passes
-    record: Record
+    record: dict[int, list[Any]]
     losses: Tensor
     probe: int
     chunk: int
@@ -72,6 +75,16 @@ class Session:
             memory,
             self.team,
         )
+
+    def in_turn(self, works: Iterable[Work[T]]) -> list[T]:
+        """Complete the work of each group; what no later group replays is forgotten."""
+        done = []
+        for number, work in enumerate(works):
+            done.append(completed(work))
+            later = [binding.needed for binding in self.layout.bindings[number + 1 :]]
+            for call in self.record.keys() - frozenset().union(*later):
+                del self.record[call]
+        return done
 
 
 @contextmanager
@@ -110,7 +123,7 @@ def opened(
                     check_deterministic(state, modules)
                     losses = team.first(losses)
                     check_finite(losses, "the clean pass")
-                yield Session(layout, passes, record, losses, probe, rows(layout), cost, team)
+                yield Session(layout, passes, dict(record), losses, probe, rows(layout), cost, team)
             check_deterministic(state, modules)
     finally:
         state.restore()

@@ -18,6 +18,7 @@ from torch import Tensor
 from flops.asking import Asked, Space, ask, needed, real_directions
 from flops.directions import leading
 from flops.explaining import Explained, coherence, explain
+from flops.meetings import Work
 from flops.moments import Change, Moments
 from flops.queries import Queries, Shaped
 from flops.shaping import Shaping
@@ -47,7 +48,7 @@ class Answers:
     shaped: Shaped
 
 
-def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
+def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Work[Answers]:
     """Run a group's queries with shaped noise, and learn from them for the next step."""
     memory, draws = queries.memory, queries.counts // space.unit
     steps = int(memory.get("shaped_steps", 0))
@@ -63,7 +64,7 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Answers:
     with full_precision:
         known = leading(space.grids, moments, needed(space, draws - iso))
     iso = torch.maximum(iso, draws - real_directions(space, known, queries.size).sum(1))
-    asked = ask(space, queries, known, iso, draws)
+    asked = yield from ask(space, queries, known, iso, draws)
     with full_precision:
         found = explain(asked, float(memory.get("ridge", 1.0)), tune=steps % TUNE == 0)
     whole = float(found.energy.sum())

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.local import LocalTarget, local_products
-from flops.replay import Passes, nothing
+from flops.prefixes import nothing
+from flops.replay import Passes
 from flops.script import Action, Forward, Leave
 from flops.sites import Sites
 

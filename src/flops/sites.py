@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.local import LocalTarget
-from flops.replay import Edit, Passes, nothing
+from flops.noise import values as noise_values
+from flops.prefixes import nothing
+from flops.replay import Edit, Passes
 from flops.structure import FOLDED, Call, Leaf, Use
 
 
@@ -87,7 +89,7 @@ class Sites:
         )
 
     def edits(self, noise: Tensor, sigma: float) -> dict[int, Edit]:
-        """Add sigma * noise to the outputs; noise has shape (rows, size)."""
+        """Add sigma * noise to the outputs; noise has shape (rows, size), or is its bits."""
         by_call: dict[int, list[Site]] = {}
         for site in self.sites:
             by_call.setdefault(site.call, []).append(site)
@@ -111,7 +113,7 @@ def _adder(sites: list[Site], noise: Tensor, sigma: float, fresh: bool) -> Edit:
         values, spec = tree_flatten(out)
         for site in sites:
             value = values[site.leaf_index]
-            part = noise[:, site.offset : site.offset + site.size]
+            part = noise_values(noise, site.offset, site.offset + site.size)
             part = part.reshape(-1, *site.row_shape).movedim(0, site.leaf.axis or 0)
             if fresh and site.leaf.axis is not None:
                 value.add_(part.to(value), alpha=sigma)

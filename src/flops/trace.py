@@ -102,7 +102,9 @@ def jacobian_energy(sites: Sites, queries: Queries) -> float:
         stream = NoiseStream("rademacher", (*queries.key, -1), queries.ids, ones, sites.size)
         points = torch.arange(queries.size)
         signs = stream.rows(points, torch.zeros_like(points))
-        gradients = queries.local(sites.local_prefix, sites.local, sites.split(signs))
+        own = queries.team.span(queries.size)
+        found = queries.products(sites.local_prefix, sites.local, sites.split(signs), own)
+        gradients = queries.gathered(found, sites.local)
         total, count = total + energy(gradients) / queries.size, count + 1
         queries.memory["jacobian_energy"] = (total, count)
     return float(total / count)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
-from flops.replay import Passes, Prefix, nothing
+from flops.prefixes import Prefix, nothing
+from flops.replay import Passes
 from flops.script import Action, Forward, everywhere, scripted
 from flops.structure import Call, Leaf, Structure, Use
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from flops.groups import ResolvedGroup
+from flops.meetings import Work
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.structure import Use
@@ -35,6 +36,8 @@ class Estimator(Protocol):
 
     One that never looks at the clean losses may say so by ``reads_clean = False`` and return the
     mean loss in its `Estimate`: where nothing else reads it, the clean pass is then left out.
+    One may also have ``work(binding, queries)``, a generator that returns the `Estimate` and stops
+    before every exchange with other processes, so that groups meet together (`flops.meetings`).
     """
 
     @property
@@ -60,3 +63,12 @@ class Estimator(Protocol):
     def estimate(self, binding: Any, queries: Queries) -> Estimate:
         """Run the queries and return the gradients; nothing in the model may change."""
         ...
+
+
+def work_of(estimator: Estimator, binding: Any, queries: Queries) -> Work[Estimate]:
+    """An estimate with a stop before every exchange, where the estimator has such stops."""
+    work = getattr(estimator, "work", None)
+    if work is None:
+        return estimator.estimate(binding, queries)
+    estimate: Estimate = yield from work(binding, queries)
+    return estimate

@@ -26,8 +26,9 @@ from flops.groups import ResolvedGroup
 from flops.local import Gradients
 from flops.noise import generator
 from flops.plan import round_counts
+from flops.prefixes import Prefix, nothing
 from flops.queries import Change, Estimate, Queries
-from flops.replay import Passes, Prefix, nothing
+from flops.replay import Passes
 from flops.script import Action, Forward
 from flops.structure import Use
 from flops.units import Unit, Units, find_units

@@ -10,8 +10,10 @@ from torch import Tensor
 from flops.errors import CoverageError
 from flops.groups import ResolvedGroup
 from flops.guards import check_finite
+from flops.meetings import Work, completed
+from flops.prefixes import nothing
 from flops.queries import Estimate, Queries
-from flops.replay import Passes, nothing
+from flops.replay import Passes
 from flops.structure import Use
 
 COST = 3.0
@@ -40,6 +42,10 @@ class Exact:
 
     def estimate(self, binding: WholeModel, queries: Queries) -> Estimate:
         """Backpropagate the mean loss."""
+        return completed(self.work(binding, queries))
+
+    def work(self, binding: WholeModel, queries: Queries) -> Work[Estimate]:
+        """The estimate, with a stop before every exchange with other processes."""
         parameters = binding.group.parameters
         passes, team = queries.passes, queries.team
         begin, end = team.span(queries.size)
@@ -55,12 +61,15 @@ class Exact:
                     "its parameters (the model detaches, or runs outside torch), so it cannot be "
                     "backpropagated; use LikelihoodRatio, SPSA or ES"
                 )
-            seen = team.join(losses.detach().cpu(), begin, queries.size)
-            check_finite(seen, "the forward pass")
+            if team.alone:
+                check_finite(losses.detach(), "the forward pass")
             if end > begin:
                 mean = losses.sum() / queries.size if not team.alone else losses.mean()
                 gradients = torch.autograd.grad(mean, parameters, allow_unused=True)
         queries.ledger.local += COST * queries.size
+        yield
+        seen = team.join(losses.detach().cpu(), begin, queries.size)
+        check_finite(seen, "the forward pass")
         found = zip(parameters, gradients, strict=True)
         kept = team.add_gradients({p: g for p, g in found if g is not None}, parameters)
         return Estimate(kept, loss=float(seen.mean()))

@@ -25,7 +25,8 @@ from flops.errors import CoverageError
 from flops.estimators.shaped import estimate_shaped
 from flops.groups import ResolvedGroup, leaves
 from flops.local import LocalTarget
-from flops.noise import KINDS, Kind, NoiseStream
+from flops.meetings import Work, completed
+from flops.noise import KINDS, Kind, NoiseStream, negative, values
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
 from flops.shaping import Shaping
@@ -37,6 +38,7 @@ from flops.trace import LeafEnergies, jacobian_energy
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
 CHEAP = 0.1  # of a forward pass per point
+PIECE = 1 << 12  # noise values of a row that are looked up at once
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,12 @@ class LikelihoodRatio:
 
     def estimate(self, binding: Sites, queries: Queries) -> Estimate:
         """Accumulate delta over the queries, then take the local products."""
+        return completed(self.work(binding, queries))
+
+    def work(self, binding: Sites, queries: Queries) -> Work[Estimate]:
+        """The estimate, with a stop before every exchange with other processes."""
         if self.shaping is not None:
-            return estimate_shaped(self, self.shaping, binding, queries)
+            return (yield from estimate_shaped(self, self.shaping, binding, queries))
         dtype = torch.promote_types(torch.float32, binding.dtype)
         device = binding.sites[0].leaf.device
         delta = torch.zeros(queries.size, binding.size, dtype=dtype, device=device)
@@ -140,8 +146,9 @@ class LikelihoodRatio:
         chunks = list(queries.chunks(self.unit))
         noise = stream.parts([(rows.points[once], rows.draws[once]) for rows in chunks])
         for rows, z in zip(chunks, noise, strict=True):
-            at, z = rows.points[once], z.to(device, dtype)  # (draws, size)
-            signed = z if self.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
+            at = rows.points[once]
+            z = z.to(device, dtype) if z.is_floating_point() else z  # (draws, size)
+            signed = z if self.unit == 1 else torch.stack([z, negative(z)], 1).flatten(0, 1)
             with torch.inference_mode():
                 edits = binding.edits(signed, self.sigma)
                 losses = queries.run(binding.query_prefix, rows.points, edits=edits).cpu()
@@ -149,20 +156,25 @@ class LikelihoodRatio:
             w = difference.clone().to(dtype) / self.sigma
             accumulate(delta, at, rows.weights[once].to(dtype) * w, z)
             slopes.append(w)
-        w, at = queries.everyone(slopes, self.unit, dtype)
-        if self.baseline != "none":
-            queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
         energies = LeafEnergies(binding, queries)
         repeat = not queries.team.alone and _repeat(binding, queries)
-        delta = queries.team.add(delta) if repeat else delta
-        gradients = queries.local(
+        if repeat:
+            yield
+            delta = queries.team.add(delta)
+        gradients = queries.products(
             binding.local_prefix,
             binding.local,
             binding.split(delta.div_(queries.size)),
+            None if repeat else queries.own(self.unit),
             energies.see,
-            own=queries.own(self.unit),
-            repeat=repeat,
         )
+        del delta
+        yield
+        w, at = queries.everyone(slopes, self.unit, dtype)
+        if self.baseline != "none":
+            queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
+        if not repeat:
+            gradients = queries.gathered(gradients, binding.local)
         factors: Any = queries.team.largest(energies.total)
         if not energies.closed:
             factors = jacobian_energy(binding, queries)
@@ -180,7 +192,11 @@ def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> No
     first, last = int(points[0]), int(points[-1])
     matrix = torch.zeros(last - first + 1, len(points), dtype=delta.dtype)
     matrix[points - first, torch.arange(len(points))] = weighted
-    delta[first : last + 1].addmm_(matrix.to(z.device), z)
+    matrix, whole = matrix.to(delta.device), z.size(1)
+    step = whole if z.is_floating_point() else PIECE
+    for begin in range(0, whole, step):
+        part = values(z, begin, min(begin + step, whole)).to(delta)
+        delta[first : last + 1, begin : begin + step].addmm_(matrix, part)
 
 
 def _repeat(binding: Sites, queries: Queries) -> bool:

@@ -22,6 +22,7 @@ from flops.estimators.shaped_parameters import check_size, estimate_shaped_param
 from flops.estimators.shared_parameters import estimate_shared
 from flops.groups import ResolvedGroup
 from flops.local import Gradients, add_gradients
+from flops.meetings import Work, completed
 from flops.noise import Kind, NoiseStream, fill, words
 from flops.queries import Estimate, Queries
 from flops.replay import Passes
@@ -114,11 +115,16 @@ class ParameterNoise:
 
     def estimate(self, binding: Units, queries: Queries) -> Estimate:
         """Run the queries and sum slope * noise."""
+        return completed(self.work(binding, queries))
+
+    def work(self, binding: Units, queries: Queries) -> Work[Estimate]:
+        """The estimate, with a stop before every exchange with other processes."""
         if self.shaping is not None:
-            estimate = estimate_shaped_parameters(self, self.shaping, binding, queries)
+            estimate = yield from estimate_shaped_parameters(self, self.shaping, binding, queries)
+        elif self.shared:
+            estimate = estimate_shared(self, binding, queries)
         else:
-            run = estimate_shared if self.shared else _pointwise
-            estimate = run(self, binding, queries)
+            estimate = yield from _pointwise(self, binding, queries)
         if self._baseline != "none":
             slopes, shaped = estimate.slopes, estimate.shaped
             if shaped is not None:  # asked for little things on purpose: take isotropic ones' size
@@ -146,7 +152,7 @@ def _layout(units: Units) -> tuple[list[Entry], int]:
     return entries, offset
 
 
-def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estimate:
+def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Work[Estimate]:
     entries, size = _layout(units)
     dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
     device = entries[0].parameter.device
@@ -178,6 +184,7 @@ def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Estim
                 sizes[at] += read - entry.unit.size(entry.path)
             _add(gradients[entry.parameter], entry, z, weighted, used)
         slopes.append(w)
+    yield
     w, at = queries.everyone(slopes, options.unit, dtype)
     if not queries.team.alone:
         if any(type(unit.module) is nn.Embedding for unit in units.units):

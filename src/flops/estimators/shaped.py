@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.asking import Space
+from flops.meetings import Work
 from flops.moments import Grid, grid
 from flops.plan import Rows
 from flops.queries import Estimate, Queries
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def estimate_shaped(
     options: LikelihoodRatio, shaping: Shaping, binding: Sites, queries: Queries
-) -> Estimate:
+) -> Work[Estimate]:
     """Shaped queries, then the local products of what they found."""
     dtype = torch.promote_types(torch.float32, binding.dtype)
     device = binding.sites[0].leaf.device
@@ -40,9 +41,12 @@ def estimate_shaped(
     grids, mask = _grids(shaping, binding, queries)
     names = [binding.structure.calls[site.call].name for site in binding.sites]
     space = Space(grids, options.unit, options.noise, dtype, ask, options.sigma, names, mask)
-    found = shaped_queries(space, shaping, queries)
+    found = yield from shaped_queries(space, shaping, queries)
     deltas = binding.split(found.delta / queries.size)
-    gradients = queries.local(binding.local_prefix, binding.local, deltas)
+    own = queries.team.span(queries.size)
+    products = queries.products(binding.local_prefix, binding.local, deltas, own)
+    yield
+    gradients = queries.gathered(products, binding.local)
     isotropic = found.slopes[found.isotropic]  # along a known direction a slope may well be 0
     queries.warn_if_rounding((isotropic * options.sigma).to(queries.losses.dtype))
     return Estimate(

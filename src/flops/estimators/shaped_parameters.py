@@ -24,6 +24,7 @@ from flops.asking import Space
 from flops.entries import Entry
 from flops.errors import CoverageError
 from flops.local import Gradients
+from flops.meetings import Work
 from flops.moments import Grid
 from flops.plan import Rows
 from flops.queries import Estimate, Queries
@@ -53,7 +54,7 @@ def check_size(group: str, units: Units) -> None:
 
 def estimate_shaped_parameters(
     options: ParameterNoise, shaping: Shaping, units: Units, queries: Queries
-) -> Estimate:
+) -> Work[Estimate]:
     """Shaped queries, then the mean of what they found over the points."""
     entries = _side_by_side(units)
     dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
@@ -73,7 +74,7 @@ def estimate_shaped_parameters(
         else [queries.name]
     )
     space = Space(grids, options.unit, options._isotropic, dtype, ask, options.sigma, names)
-    found = shaped_queries(space, shaping, queries)
+    found = yield from shaped_queries(space, shaping, queries)
     felt.mask = queries.team.largest(felt.mask)  # who ran a row knows which tokens it reads
     mean = (found.delta * felt.mask).mean(0, keepdim=True)  # (1, dimensions)
     gradients: Gradients = {}

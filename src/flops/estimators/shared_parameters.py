@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from flops.local import Gradients
 from flops.noise import fill, words
+from flops.prefixes import nothing
 from flops.queries import Change, Estimate, Queries
-from flops.replay import nothing
 from flops.script import Action, Forward
 from flops.units import Unit, Units
 

@@ -22,8 +22,9 @@ from flops.allocation import Spent, counts_of, floor_of, spend
 from flops.allocators import Allocator, Signal
 from flops.groups import ResolvedGroup
 from flops.plan import Rows
+from flops.prefixes import Prefix
 from flops.queries import Queries
-from flops.replay import Edit, Prefix
+from flops.replay import Edit
 from flops.script import Action
 
 

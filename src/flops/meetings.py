@@ -1,0 +1,39 @@
+"""Work of several processes that meet seldom: all groups run up to their next exchange, in turn.
+
+An exchange waits for the slowest process. Ten of them in a step wait ten times for whoever happens
+to be late; so what a group does is a generator that stops before its process needs the others, and
+the processes meet when all groups have got there: once for the counts, once for the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Work = Generator[None, None, T]
+"""Stops before every exchange; the result is what it returns."""
+
+
+def completed(work: Work[T]) -> T:
+    """Run it to its end."""
+    try:
+        while True:
+            next(work)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def together(works: Iterable[Work[T]]) -> list[T]:
+    """Run all of them to their ends, each up to its next exchange in turn."""
+    active = dict(enumerate(works))
+    results: dict[int, T] = {}
+    while active:
+        for number, work in list(active.items()):
+            try:
+                next(work)
+            except StopIteration as end:
+                results[number] = end.value
+                del active[number]
+    return [results[number] for number in sorted(results)]
