@@ -95,7 +95,7 @@ def command_line() -> argparse.ArgumentParser:
         "the tokenizer's\nfiles and README.md, the files of a Hugging Face model.",
         epilog="examples:\n"
         "  python scripts/pretrain_clip.py\n"
-        "      remake the bundled model (3 to 6 minutes on one core)\n"
+        "      remake the bundled model (about 4 minutes on one core)\n"
         "  python scripts/pretrain_clip.py --epochs 1 --limit 2000 --skip-test --out /tmp/clip\n"
         "      see it run, in seconds, without touching the bundled model or the test set",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -106,7 +106,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--data", type=Path, default=vision.FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
     out = "where to write the model (the package's own assets, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
-    add("--epochs", type=positive, default=12, help="passes over the training set (%(default)s)")
+    add("--epochs", type=positive, default=8, help="passes over the training set (%(default)s)")
     add("--batch", type=positive, default=128, help="images per step (%(default)s)")
     add("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
     add("--weight-decay", type=float, default=0.05, help="of AdamW (%(default)s)")
