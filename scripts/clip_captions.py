@@ -1,0 +1,77 @@
+"""Captions for Fashion-MNIST and a tokenizer of their words, to pretrain the bundled CLIP with."""
+
+from __future__ import annotations
+
+import itertools
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from flops.tasks.shots import CLASSES
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+VOCABULARY = 768  # at most; 256 bytes, and merges until the captions' words are whole
+
+# Captions: a template, a name of the class, and often a shade, so that the words carry something.
+SYNONYMS = {
+    "t-shirt": ["tee", "t-shirt top", "short sleeved top"],
+    "trousers": ["pants", "slacks", "pair of trousers"],
+    "pullover": ["sweater", "jumper", "knitted pullover"],
+    "dress": ["gown", "frock", "long dress"],
+    "coat": ["jacket", "overcoat", "winter coat"],
+    "sandal": ["open shoe", "summer sandal", "flip-flop"],
+    "shirt": ["blouse", "buttoned shirt", "dress shirt"],
+    "sneaker": ["trainer", "sports shoe", "running shoe"],
+    "bag": ["handbag", "purse", "shoulder bag"],
+    "ankle boot": ["boot", "bootie", "high boot"],
+}
+NAMES = [[name, name, *SYNONYMS[name]] for name in CLASSES]  # the name itself twice as often
+SHADES = ["dark", "grey", "light", ""]  # of the garment's mean pixel, in thirds; "" is not said
+TEMPLATES = [
+    "a photo of a {}.",
+    "a photo of the {}.",
+    "a picture of a {}.",
+    "an image of one {}.",
+    "a product photo of a {}.",
+    "a black and white photo of a {}.",
+    "a small picture of the {}.",
+    "a {}.",
+    "the {}.",
+    "{}",
+]
+
+
+def captions() -> list[list[str]]:
+    """Return all captions of each class and shade, in this order; the last shade is none."""
+    found = []
+    for names, shade in itertools.product(NAMES, SHADES):
+        things = [f"{shade} {name}".strip() for name in names]
+        found.append([template.format(thing) for thing in things for template in TEMPLATES])
+    return found
+
+
+def new_tokenizer(positions: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on the captions, in which their words end up whole."""
+    core = Tokenizer(models.BPE())
+    core.normalizer = normalizers.Lowercase()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    core.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(itertools.chain(*captions()), trainer)
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A {END}",
+        special_tokens=[(mark, core.token_to_id(mark)) for mark in (START, END)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=START,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=positions,
+    )
