@@ -43,7 +43,7 @@ class Space:
     unit: int
     noise: Kind
     dtype: torch.dtype
-    ask: Callable[[Rows, Tensor], Tensor]
+    ask: Callable[[Rows, Tensor], Work[Tensor]]
     sigma: float
     names: Sequence[str]
     mask: Tensor | None = None
@@ -156,7 +156,7 @@ def ask(
         number = order[at[~first], (draw - iso[at])[~first]]
         if len(number):
             z[~first] = known.rows(number, length).to(z)
-        slopes = space.ask(rows, z)
+        slopes = yield from space.ask(rows, z)
         slopes[~first] /= length
         found.append(slopes)
     yield

@@ -8,11 +8,15 @@ the processes meet when all groups have got there: once for the counts, once for
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-Work = Generator[None, None, T]
-"""Stops before every exchange; the result is what it returns."""
+Work = Generator[Any, Any, T]
+"""Stops before every exchange; the result is what it returns.
+
+A stop yields None. What a black box has to be asked is yielded too, and its answer comes back
+(`flops.blackbox`); where a model is at hand there is nothing of that kind.
+"""
 
 
 def completed(work: Work[T]) -> T:
@@ -23,6 +27,12 @@ def completed(work: Work[T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+def at_once(result: T) -> Work[T]:
+    """Work that is already done."""
+    return result
+    yield  # what makes it a generator
 
 
 def together(works: Iterable[Work[T]]) -> list[T]:

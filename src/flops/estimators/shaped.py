@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.asking import Space
-from flops.meetings import Work
+from flops.meetings import Work, at_once
 from flops.moments import Grid, grid
 from flops.plan import Rows
 from flops.queries import Estimate, Queries
@@ -29,14 +29,14 @@ def estimate_shaped(
     dtype = torch.promote_types(torch.float32, binding.dtype)
     device = binding.sites[0].leaf.device
 
-    def ask(rows: Rows, z: Tensor) -> Tensor:
+    def ask(rows: Rows, z: Tensor) -> Work[Tensor]:
         z = z.to(device)
         signed = z if options.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
         with torch.inference_mode():
             edits = binding.edits(signed, options.sigma)
             losses = queries.run(binding.query_prefix, rows.points, edits=edits).cpu()
             difference = options._difference(losses, queries.losses[rows.points].cpu())
-        return difference.clone().to(dtype) / options.sigma
+        return at_once(difference.clone().to(dtype) / options.sigma)
 
     grids, mask = _grids(shaping, binding, queries)
     names = [binding.structure.calls[site.call].name for site in binding.sites]

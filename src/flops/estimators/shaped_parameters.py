@@ -24,7 +24,7 @@ from flops.asking import Space
 from flops.entries import Entry
 from flops.errors import CoverageError
 from flops.local import Gradients
-from flops.meetings import Work
+from flops.meetings import Work, at_once
 from flops.moments import Grid
 from flops.plan import Rows
 from flops.queries import Estimate, Queries
@@ -60,12 +60,13 @@ def estimate_shaped_parameters(
     dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
     felt = _Felt(entries, queries.size)
 
-    def ask(rows: Rows, z: Tensor) -> Tensor:
+    def ask(rows: Rows, z: Tensor) -> Work[Tensor]:
         signed = z if options.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
         noise = options.sigma * felt.without_padding(signed)
         around = _perturb(units, entries, noise, rows.points, felt)
         losses = queries.run(units.prefix, rows.points, around=around).cpu()
-        return options._slopes(losses, queries.losses[rows.points].cpu()).to(dtype)
+        slopes = options._slopes(losses, queries.losses[rows.points].cpu())
+        return at_once(slopes.to(dtype))
 
     grids = _grids(entries)
     names = (

@@ -1,0 +1,95 @@
+"""Ask and tell: work that yields questions, driven by whoever can answer them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flops.blackbox.objective import Objective, Question, checked
+from flops.errors import FlopsError
+from flops.meetings import Work
+
+PAUSE = object()
+"""Yielded where everything that was told is taken in and nothing new is asked yet."""
+
+
+class Inquiry:
+    """Something that asks: `work` yields questions and is sent the answers' losses.
+
+    Attributes:
+        asked: Rows that were answered so far.
+        wants_columns: Whether the answers' other columns are sent as well.
+    """
+
+    wants_columns = False
+
+    def __init__(self, objective: Objective | None = None) -> None:
+        if objective is not None and not callable(objective):
+            raise FlopsError(f"objective must be a function of (parameters, points): {objective!r}")
+        self.objective, self.asked = objective, 0
+        self._pending: Question | None = None
+        self._work: Work[None] | None = None
+        self._done = False
+
+    def work(self) -> Work[None]:
+        """Questions, one after the other."""
+        raise NotImplementedError
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a question waits for its answer."""
+        return self._pending is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to ask."""
+        return self._done
+
+    def ask(self) -> Question:
+        """The rows that are wanted next; the same ones until they are told.
+
+        Raises:
+            FlopsError: If there is nothing more to ask (see `done`).
+        """
+        while self._pending is None and not self._done:  # past a pause
+            self._advance(None)
+        if self._pending is None:
+            raise FlopsError("there is nothing more to ask")
+        return self._pending
+
+    def tell(self, answer: Tensor) -> None:
+        """The answer to the last question: losses (Q,), or columns with the losses first.
+
+        Raises:
+            ObjectiveError: If it is not one finite loss for each row; ask again then.
+        """
+        if self._pending is None:
+            raise FlopsError("nothing was asked: call ask() first")
+        columns = checked(answer, self._pending)
+        self.asked += len(self._pending)
+        self._pending = None
+        self._advance(columns if self.wants_columns else columns[:, 0])
+
+    def answer(self, question: Question) -> Tensor:
+        """Ask the objective."""
+        if self.objective is None:
+            raise FlopsError("no objective was given: use ask() and tell()")
+        return self.objective(question.parameters, question.points)
+
+    def restart(self, asked: int = 0) -> None:
+        """Begin anew, with so many rows answered before."""
+        self.asked = asked
+        self._pending = self._work = None
+        self._done = False
+
+    def _advance(self, sent: Tensor | None) -> None:
+        """On to the next question or pause; stops with nothing are for processes that meet."""
+        if self._work is None:
+            self._work = self.work()
+        try:
+            found = self._work.send(sent)
+            while found is None:
+                found = self._work.send(None)
+        except StopIteration:
+            self._done = True
+        else:
+            self._pending = None if found is PAUSE else found
