@@ -1,4 +1,4 @@
-"""The command line: `flops finetune`, `flops compare`, `flops diagnose`, `flops study`."""
+"""The command line: `flops finetune`, `compare`, `diagnose`, `study`, `serve`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from flops.estimators import ES, SPSA, Estimator, Exact, LikelihoodRatio
 from flops.finetune import Finetune, subcommand
 from flops.groups import Group
 from flops.launch import launched
+from flops.serve_command import Serve
 from flops.shaping import Shaping
 from flops.study_command import Study
 
@@ -143,6 +144,7 @@ def _commands(arguments: list[str]) -> Any:
         | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Study, tyro.conf.subcommand("study")]
+        | Annotated[Serve, tyro.conf.subcommand("serve")]
     )
 
 

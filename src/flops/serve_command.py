@@ -1,0 +1,169 @@
+"""`flops serve`: the options."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flops.errors import FlopsError
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a frozen CLIP over HTTP: logits for prompts, never weights or gradients.
+
+    Clients upload points once and ask for logits of (point, text prompt, image prompt) rows;
+    `/docs` describes the requests. Every answer is in the ledger before it is sent, so a request
+    that is repeated under its key, also after a crash, is free and gets the same answer. Answers do
+    not depend on what they are batched with.
+
+    For example:
+
+    $ flops serve
+    $ flops serve --port 0 --json
+    $ flops serve --model openai/clip-vit-base-patch32 --classes cat,dog --ledger cats.sqlite
+    $ KEY=secret flops serve --host 0.0.0.0 --api-key-env KEY --rate 50
+    """
+
+    model: str = "tiny-clip"
+    """The bundled tiny CLIP, a model id of the hub, or a folder."""
+    classes: str | None = None
+    """Class names with commas between them, or a file with one on each line; None for those of the
+    bundled model."""
+    template: str = "a photo of a {}."
+    """Class text with {} for the name."""
+    host: str = "127.0.0.1"
+    """Address to listen on; others than this machine's own reach it only if this says so."""
+    port: int = 8000
+    """Port; 0 for a free one."""
+    api_key_env: str | None = None
+    """Environment variable with the key that clients have to show."""
+    ledger: Path | None = None
+    """File of answers and points; None for one of this model in the state folder."""
+    rate: float = 1000.0
+    """Most requests per second; 0 for no limit."""
+    max_rows: int = 1024
+    """Most rows of a request."""
+    max_body: int = 32
+    """Most megabytes of a request; uploads of points may have 8 times as many."""
+    max_queue: int = 16384
+    """Most rows that wait; who comes then is told to come back."""
+    max_tokens: int = 16
+    """Most prompt tokens, as far as the model allows."""
+    text_batch: int = 8
+    """Text prompts per batch; every batch is padded to this size."""
+    image_batch: int = 32
+    """Images per batch; likewise."""
+    window: float = 2.0
+    """Milliseconds that a request waits for company if it does not fill a batch."""
+    threads: int | None = None
+    """Threads of torch; None for its own choice."""
+    json: bool = False
+    """Print the address as JSON when ready."""
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        self._check()
+        key = self._key()
+        setup = self._setup(key)
+        if self.host not in LOCAL and key is None:
+            sys.stderr.write(
+                f"flops: WARNING: listening on {self.host} WITHOUT A KEY: whoever reaches this "
+                f"machine can use the model. Set one with --api-key-env.\n"
+            )
+        from flops.blackbox.serving import serve
+
+        def ready(url: str) -> None:
+            about = {"url": url, "model": self.model, "digest": setup.weights}
+            about |= {"ledger": str(setup.ledger.path), "pid": os.getpid()}
+            line = json.dumps(about) if self.json else f"serving {self.model} at {url}"
+            print(line, flush=True)
+
+        serve(setup, self.host, self.port, ready)
+
+    def _check(self) -> None:
+        least = {"max_rows": 1, "max_body": 1, "max_queue": 1, "text_batch": 1, "image_batch": 1}
+        least |= {"port": 0, "rate": 0, "window": 0, "max_tokens": 0}
+        for name, bound in least.items():
+            if not getattr(self, name) >= bound:
+                option = "--" + name.replace("_", "-")
+                raise FlopsError(f"{option} must be at least {bound}, got {getattr(self, name)}")
+        if self.port > 65535:
+            raise FlopsError(f"--port must be at most 65535, got {self.port}")
+        if self.threads is not None and self.threads < 1:
+            raise FlopsError(f"--threads must be at least 1, got {self.threads}")
+
+    def _key(self) -> str | None:
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env, "")
+        if not key:
+            raise FlopsError(f"the environment variable {self.api_key_env} is not set or empty")
+        return key
+
+    def _setup(self, key: str | None) -> Any:
+        """Load the model, check the batch sizes, open the ledger."""
+        from flops.tasks.optional import require
+
+        for module in ("fastapi", "uvicorn"):
+            require(module, "blackbox")
+        import torch
+
+        from flops.blackbox.ledger import Ledger
+        from flops.blackbox.limits import Limits
+        from flops.blackbox.scoring import Scorer
+        from flops.blackbox.state import Setup
+        from flops.tasks.clip import PromptedClip
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        try:
+            model = PromptedClip.load(self.model, self._classes(), self.template)
+        except OSError as error:
+            raise FlopsError(f"the model {self.model} cannot be loaded: {error}") from error
+        weights = model.digest()
+        scorer = Scorer(model, self.text_batch, self.image_batch)
+        limits = Limits(
+            rows=self.max_rows,
+            body=self.max_body * 2**20,
+            upload=self.max_body * 2**23,
+            queue=self.max_queue,
+            tokens=self.max_tokens,
+            rate=self.rate,
+        )
+        path = self.ledger or _state_folder() / f"{weights[:16]}.sqlite"
+        return Setup(
+            name=self.model,
+            weights=weights,
+            model=model,
+            scorer=scorer,
+            ledger=Ledger(path, weights),
+            limits=limits,
+            window=self.window / 1000,
+            threads=self.threads,
+            api_key=key,
+        )
+
+    def _classes(self) -> tuple[str, ...] | None:
+        if self.classes is None:
+            return None
+        path = Path(self.classes)
+        if "," not in self.classes and path.is_file():
+            names = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        else:
+            names = [name.strip() for name in self.classes.split(",")]
+        names = [name for name in names if name]
+        if not names:
+            raise FlopsError(f"--classes names none: {self.classes!r}; separate them with commas")
+        return tuple(names)
+
+
+def _state_folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "flops"
