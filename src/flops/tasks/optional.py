@@ -22,6 +22,6 @@ def require(module: str, extra: str = "vision") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         hint = f'install it with: pip install "flops-torch[{extra}]"'
-        raise ImportError(f"the vision task needs {module} ({error}); {hint}") from error
+        raise ImportError(f"this needs {module} ({error}); {hint}") from error
     finally:
         random.setstate(state)

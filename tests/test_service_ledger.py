@@ -1,0 +1,121 @@
+"""The ledger: an answer is paid once, whatever happens."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from flops.blackbox.ledger import Answer, Cost, Ledger, LedgerError
+from flops.blackbox.retrying import ServiceError
+from tests.serving import Server, pixels, query
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("ledger")) as running:
+        yield running
+
+
+def test_a_key_belongs_to_one_body(server) -> None:
+    with server.client() as client:
+        name = client.upload(pixels())
+        client.score(**vars(query(name, "mine")))
+        paid = client.usage()["queries"]
+        with pytest.raises(ServiceError, match="409.*another body"):
+            client.score(**vars(query(name, "mine", seed=1)))
+        assert client.usage()["queries"] == paid
+
+
+def test_concurrent_repeats_are_computed_once(server) -> None:
+    with server.client(concurrency=16) as client:
+        name = client.upload(pixels())
+        before = client.usage()
+        with ThreadPoolExecutor(16) as pool:
+            asked = [query(name, "together", rows=64, seed=3) for _ in range(16)]
+            found = list(pool.map(client.ask, asked))
+        assert sum(not scores.replayed for scores in found) == 1
+        assert all(torch.equal(scores.logits, found[0].logits) for scores in found)
+        after = client.usage()
+        assert after["requests"] - before["requests"] == 1
+        assert after["queries"] - before["queries"] == 64
+
+
+def test_answers_points_and_totals_survive_a_kill(tmp_path) -> None:
+    with Server(tmp_path) as server:
+        with server.client(attempts=3) as client:
+            name = client.upload(pixels())
+            first = client.score(**vars(query(name, "kept")))
+            # the moment the answer is here, the service dies
+            server.kill(signal.SIGKILL)
+        server.start()
+        with server.client(attempts=3) as client:
+            again = client.score(**vars(query(name, "kept")))
+            assert again.replayed
+            assert torch.equal(again.logits, first.logits)
+            assert (again.queries, again.texts, again.images) == (6, 60, 6)
+            # the points need not be uploaded again, and a new computation gives the same bits
+            fresh = client.score(**vars(query(name, "new")))
+            assert not fresh.replayed
+            assert torch.equal(fresh.logits, first.logits)
+            assert client.usage()["queries"] == 12
+            with pytest.raises(ServiceError, match="409"):
+                client.score(**vars(query(name, "kept", seed=9)))
+        assert server.kill(signal.SIGTERM) == -signal.SIGTERM
+        assert not server.ledger.with_name("ledger.sqlite-wal").exists()  # closed in order
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
+        total = dict(ledger.execute("select name, value from totals").fetchall())
+        sums = ledger.execute("select sum(queries), sum(texts), sum(images) from answers")
+        assert sums.fetchone() == (total["queries"], total["texts"], total["images"])
+    ledger.close()
+    assert total["replays"] == 1
+
+
+def test_a_second_service_may_not_have_the_ledger(server) -> None:
+    command = [sys.executable, "-m", "flops", "serve", "--port", "0"]
+    found = subprocess.run(
+        [*command, "--ledger", str(server.ledger)], capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 1
+    assert "is in use by another service" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def kept(key: str) -> Answer:
+    return Answer(key, "d", b"logits", Cost(2, 20, 2))
+
+
+def test_a_ledger_of_another_model_is_refused(tmp_path) -> None:
+    path = tmp_path / "deep" / "ledger.sqlite"
+    Ledger(path, "one").close()
+    with pytest.raises(LedgerError, match="another model"):
+        Ledger(path, "two")
+    Ledger(path, "one").close()
+    other = tmp_path / "text"
+    other.write_text("this is no database, whatever its name may be")
+    with pytest.raises(LedgerError, match="cannot be opened"):
+        Ledger(other, "one")
+
+
+def test_an_answer_that_cannot_be_written_is_reported_and_not_kept(tmp_path) -> None:
+    """The second has the key of the first: the whole group is undone."""
+    ledger = Ledger(tmp_path / "ledger.sqlite", "one")
+    errors: list[Exception | None] = []
+    ledger.keep([kept("a")], errors.append)
+    ledger.keep([kept("b"), kept("b")], errors.append)
+    ledger.keep([kept("c")], errors.append)
+    ledger.close()
+    assert len(errors) == 3
+    assert isinstance(errors[1], sqlite3.Error)
+    reopened = Ledger(tmp_path / "ledger.sqlite", "one")
+    held = [key for key in "abc" if reopened.find(key)]
+    assert "b" not in held
+    assert held == [key for key, error in zip("abc", errors, strict=True) if error is None]
+    assert reopened.usage()["queries"] == 2 * len(held)
+    reopened.close()
