@@ -67,7 +67,7 @@ def shifted(pixels: Tensor) -> Tensor:
 
         pixel' = round((1 - h) pixel + h grey),    h = 0.45, grey = 200
 
-    Black becomes a middling grey and contrast falls by nearly half, but no detail is lost. The
+    Black becomes a middling grey and contrast falls by nearly half, but little detail is lost. The
     bundled CLIP has seen only garments on black, so with a manual prompt it takes half of the
     images for bags; prompts can undo that, since the fault is the same for all images. Integer
     arithmetic, hence the same bytes everywhere.
