@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from flops.tasks import vision
 from flops.tasks.shots import CLASSES
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -75,3 +78,36 @@ def new_tokenizer(positions: int) -> PreTrainedTokenizerFast:
         pad_token=END,
         model_max_length=positions,
     )
+
+
+def caption_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Return the tokens of all captions, (classes, shades, captions of each, length)."""
+    texts = list(itertools.chain(*captions()))
+    tokens: Tensor = tokenizer(texts, padding=True, return_tensors="pt").input_ids
+    return tokens.view(len(CLASSES), len(SHADES), -1, tokens.shape[1])
+
+
+def shades(images: Tensor) -> Tensor:
+    """Return the shade of each garment: the third in which its mean pixel lies."""
+    pixels = images * vision.IMAGE_STD + vision.IMAGE_MEAN
+    inside = (pixels > 0.05).float()
+    mean = (pixels * inside).sum((1, 2, 3)) / inside.sum((1, 2, 3)).clamp(min=1)
+    return torch.bucketize(mean, torch.tensor([0.45, 0.68]))  # (N,), 0 to 2
+
+
+def draw_captions(
+    tokens: Tensor, labels: Tensor, shade: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw a caption for each image, half of the time with its shade.
+
+    Returns:
+        The captions' tokens, and which captions fit which images, (image, caption): those of the
+        same class that say the image's shade or none.
+    """
+    silent, count = len(SHADES) - 1, len(labels)
+    told = torch.rand(count, generator=generator) < 0.5
+    said = torch.where(told, shade, silent)
+    which = torch.randint(tokens.shape[2], (count,), generator=generator)
+    fits = labels[:, None] == labels
+    fits &= (said == silent) | (said == shade[:, None])
+    return tokens[labels, said, which], fits

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from clip_captions import SHADES, TEMPLATES, captions, new_tokenizer
+from clip_captions import TEMPLATES, caption_tokens, captions, draw_captions, new_tokenizer, shades
 from pretrain_vit import augment, positive, schedule
 from rich.console import Console
 from rich.progress import Progress
@@ -48,8 +48,8 @@ its captions, and nothing else.
 - Images: one channel, 28x28. Pixels in [0, 1] are normalised as (pixel - {mean}) / {std}, see
   `preprocessor_config.json`. Patches of 7x7, so 16 patches and a class token; 3 layers, 64
   channels, 4 heads, 128 channels inside the MLP.
-- Texts: at most {positions} tokens of a byte-level BPE of {vocabulary} tokens, lower case; 2
-  layers, 64 channels, 4 heads, 128 channels inside the MLP.
+- Texts: at most {positions} tokens, of the {vocabulary} of a byte-level BPE in lower case; 2 layers
+  of the same sizes.
 - Both end in a space of 64 dimensions; the learned scale of the logits is {scale:.1f}.
 
 ## Training
@@ -73,7 +73,8 @@ Made with torch {torch} and transformers {transformers}, on one CPU thread.
 
 ## Accuracy
 
-Zero-shot, with "a photo of a {{}}." and the names {classes}.
+Zero-shot, with "a photo of a {{}}." and the names
+{classes}.
 
 | images | accuracy |
 |---|---|
@@ -129,10 +130,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
         "pad_token_id": tokenizer.pad_token_id,
     }
     image = {"image_size": IMAGE_SIZE, "patch_size": 7, "num_channels": 1, "num_hidden_layers": 3}
-    config = CLIPConfig(
-        text_config={**width, **text}, vision_config={**width, **image}, projection_dim=64
-    )
-    return CLIPModel(config)
+    configs = {"text_config": width | text, "vision_config": width | image}
+    return CLIPModel(CLIPConfig(**configs, projection_dim=64))
 
 
 def without_shots(split: vision.Split, limit: int | None) -> vision.Split:
@@ -146,14 +145,6 @@ def without_shots(split: vision.Split, limit: int | None) -> vision.Split:
 def crop(images: Tensor) -> Tensor:
     """Cut off the border that `vision.fashion_mnist` adds."""
     return images[:, :, 2:-2, 2:-2]
-
-
-def shades(images: Tensor) -> Tensor:
-    """Return the shade of each garment: the third in which its mean pixel lies."""
-    pixels = images * vision.IMAGE_STD + vision.IMAGE_MEAN
-    inside = (pixels > 0.05).float()
-    mean = (pixels * inside).sum((1, 2, 3)) / inside.sum((1, 2, 3)).clamp(min=1)
-    return torch.bucketize(mean, torch.tensor([0.45, 0.68]))  # (N,), 0 to 2
 
 
 def train(
@@ -174,11 +165,7 @@ def train(
     )
     steps = arguments.epochs * math.ceil(len(data.train) / arguments.batch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
-    texts = list(itertools.chain(*captions()))
-    tokens = tokenizer(texts, padding=True, return_tensors="pt").input_ids  # (captions, length)
-    tokens = tokens.view(len(CLASSES), len(SHADES), -1, tokens.shape[1])
-    shade_of = shades(data.train.images)
-    silent = len(SHADES) - 1
+    tokens, shade_of = caption_tokens(tokenizer), shades(data.train.images)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("pretraining", total=steps)
         for epoch in range(1, arguments.epochs + 1):
@@ -186,17 +173,11 @@ def train(
             total = 0.0
             order = torch.randperm(len(data.train), generator=generator)
             for rows in order.split(arguments.batch):
-                points, shade = data.train.take(rows), shade_of[rows]
-                told = torch.rand(len(rows), generator=generator) < 0.5
-                said = torch.where(told, shade, silent)
-                which = torch.randint(tokens.shape[2], (len(rows),), generator=generator)
-                outputs = model(
-                    input_ids=tokens[points.labels, said, which],
-                    pixel_values=crop(augment(points.images, generator)),
-                )
-                fits = points.labels[:, None] == points.labels  # (image, caption)
-                fits &= (said == silent) | (said == shade[:, None])
-                targets = fits.float()
+                points = data.train.take(rows)
+                texts, fits = draw_captions(tokens, points.labels, shade_of[rows], generator)
+                images = crop(augment(points.images, generator))
+                outputs = model(input_ids=texts, pixel_values=images)
+                targets = fits.float()  # (image, caption)
                 loss = 0.5 * (
                     F.cross_entropy(outputs.logits_per_image, targets / targets.sum(1, True))
                     + F.cross_entropy(outputs.logits_per_text, targets.T / targets.T.sum(1, True))
@@ -235,10 +216,9 @@ def write(
     arguments: argparse.Namespace,
 ) -> tuple[str, str]:
     """Measure, write the model, its preprocessing and its card; return (validation, test)."""
-    validation_accuracy = f"{accuracy(model, tokenizer, data.validation):.2%}"
-    test_accuracy = "not measured"
-    if not arguments.skip_test:
-        test_accuracy = f"{accuracy(model, tokenizer, data.test):.2%}"
+    measured = [data.validation] if arguments.skip_test else [data.validation, data.test]
+    accuracies = [f"{accuracy(model, tokenizer, split):.2%}" for split in measured]
+    validation_accuracy, test_accuracy = [*accuracies, "not measured"][:2]
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
@@ -283,7 +263,7 @@ def write(
         transformers=transformers.__version__,
         validation_accuracy=validation_accuracy,
         test_accuracy=test_accuracy,
-        **{k: getattr(arguments, k) for k in ("epochs", "batch", "learning_rate", "weight_decay")},
+        **vars(arguments),
     )
     (arguments.out / "README.md").write_text(card, encoding="utf-8")
     return validation_accuracy, test_accuracy

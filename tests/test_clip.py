@@ -155,19 +155,19 @@ def test_logits_are_those_of_plain_clip(clip: PromptedClip) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("texts", "images"), [(16, 32), (1, 1), (5, 7), (33, 33)])
+@pytest.mark.parametrize(("texts", "images"), [(16, 32), (5, 7)])
 def test_bits_of_a_row_depend_neither_on_place_nor_on_neighbours(
     clip: PromptedClip, threads: int, texts: int, images: int
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        prefix = torch.randn(4 * texts, 12, clip.text_width)
-        suffix, pixels = torch.randn(4 * images, 10, clip.image_width), images_of(clip, 4 * images)
+        prefix = torch.randn(2 * texts, 12, clip.text_width)
+        suffix, pixels = torch.randn(2 * images, 10, clip.image_width), images_of(clip, 2 * images)
         with torch.inference_mode():
             seen: list[Any] = []
             for _ in range(3):
-                order, rows = torch.randperm(4 * texts), torch.randperm(4 * images)
+                order, rows = torch.randperm(2 * texts), torch.randperm(2 * images)
                 text = torch.cat([clip.text_features(prefix[i]) for i in order.split(texts)])
                 found = [clip.image_features(pixels[i], suffix[i]) for i in rows.split(images)]
                 image = torch.cat(found)

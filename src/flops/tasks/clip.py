@@ -11,9 +11,7 @@ gets none, since the position embeddings of images end with the patches.
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,22 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flops.errors import FlopsError
-from flops.tasks.models import _format, _preprocessor
-from flops.tasks.optional import require
+from flops.tasks.clip_files import BUNDLED, load_clip
+from flops.tasks.clip_files import ClipError as ClipError
 from flops.tasks.pixels import ImageFormat
 from flops.tasks.shots import CLASSES
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
 
-BUNDLED = "tiny-clip"
 TEMPLATE = "a photo of a {}."
-ATTENTION = "eager"
-
-
-class ClipError(FlopsError, ValueError):
-    """A model, class texts, images or prompts do not fit together."""
 
 
 class PromptedClip:
@@ -106,13 +97,7 @@ class PromptedClip:
         if classes is None and str(model) != BUNDLED:
             raise ClipError(f"the classes of {model} must be named: only {BUNDLED} has its own")
         names = tuple(CLASSES if classes is None else classes)
-        with ExitStack() as stack:
-            source = str(model)
-            if source == BUNDLED:
-                asset = importlib.resources.files("flops.tasks") / "assets" / BUNDLED
-                source = str(stack.enter_context(importlib.resources.as_file(asset)))
-            found, tokenizer = _load(source)
-            format = _format(found.config.vision_config, _preprocessor(source))
+        found, tokenizer, format = load_clip(str(model))
         texts = [template.format(name) for name in names]
         start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         if start is None or end is None:
@@ -179,7 +164,6 @@ class PromptedClip:
                 f"{self.text_limit}"
             )
         encoder = self.model.text_model
-        # a gather of rows rather than `expand`: no stride of 0 that other kernels might serve
         words = encoder.embeddings.token_embedding.weight[self._tokens]  # (L, width)
         words = words.expand(len(prompts), -1, -1)
         states = torch.cat([words[:, :1], prompts, words[:, 1:]], dim=1)
@@ -252,51 +236,3 @@ def _check_texts(classes: Sequence[str], tokens: list[list[int]]) -> None:
     same = [name for name, text in zip(classes, texts, strict=True) if texts.count(text) > 1]
     if same:
         raise ClipError(f"classes with the same text cannot be told apart: {', '.join(same)}")
-
-
-def _load(source: str) -> tuple[Any, Any]:
-    """Return the model and its tokenizer, quietly, with advice if that fails."""
-    transformers, path = require("transformers"), Path(source).expanduser()
-    allowed = (
-        f"{BUNDLED!r}, the path of a folder with a CLIPModel and its tokenizer (as save_pretrained "
-        "writes them), or a Hugging Face id, owner/name"
-    )
-    local = path.is_dir()
-    if (local and not (path / "config.json").is_file()) or (not local and "/" not in source):
-        raise FileNotFoundError(f"no model in {source!r}: give {allowed}")
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # what is missing we check
-    if local:
-        source = str(path)
-        logging.disable_progress_bar()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            config = transformers.AutoConfig.from_pretrained(source)
-            if config.model_type != "clip":
-                raise ClipError(
-                    f"{source} holds a {config.model_type} model, no CLIP: give {allowed}"
-                )
-            model, report = transformers.CLIPModel.from_pretrained(
-                source,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION,
-                output_loading_info=True,
-            )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(f"no CLIP in {source!r} ({reason}): give {allowed}") from error
-    except ClipError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ClipError(f"{source} does not load as a CLIP ({reason}): give {allowed}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-    if lost := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
-        names = ", ".join(lost[:3])
-        raise ClipError(f"the weights of {source} do not fit its configuration, such as {names}")
-    return model, tokenizer
