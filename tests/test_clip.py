@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,15 @@ def test_what_is_no_clip_is_refused(tmp_path: Path, folder: Path) -> None:
         PromptedClip.load(tmp_path, ANIMALS)
     with pytest.raises(FileNotFoundError, match="no model in 'huge-clip'"):
         PromptedClip.load("huge-clip", ANIMALS)
+    shutil.copytree(folder, tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"no CLIP in .*safetensors"):
+        PromptedClip.load(tmp_path / "pickled", ANIMALS)
+    shutil.copytree(folder, tmp_path / "mute")
+    for file in (tmp_path / "mute").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ClipError, match=r"does not know all of 'a photo of a cat\.'"):
+        PromptedClip.load(tmp_path / "mute", ANIMALS)
     with pytest.raises(ClipError, match="must be named"):
         PromptedClip.load(folder)
 
@@ -276,6 +286,8 @@ def test_class_texts_that_do_not_fit_are_refused(folder: Path) -> None:
         PromptedClip.load(classes=["bag"])
     with pytest.raises(ClipError, match="cannot be told apart: Bag, bag"):
         PromptedClip.load(classes=["Bag", "coat", "bag"])
+    with pytest.raises(ClipError, match="does not know all of 'a photo of a f\u00eate"):
+        PromptedClip.load(folder, ["cat", "f\u00eate"])
     with pytest.raises(ClipError, match="reads at most 64: shorten"):
         PromptedClip.load(folder, ["cat", "d" * 60])
 

@@ -99,11 +99,7 @@ class PromptedClip:
         names = tuple(CLASSES if classes is None else classes)
         found, tokenizer, format = load_clip(str(model))
         texts = [template.format(name) for name in names]
-        start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-        if start is None or end is None:
-            raise ClipError(f"the tokenizer of {model} has no start and end of text, as CLIP's has")
-        inner = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return cls(found, format, names, [[start, *ids, end] for ids in inner])
+        return cls(found, format, names, _tokenise(texts, tokenizer, found.config.text_config))
 
     @property
     def channels(self) -> int:
@@ -236,3 +232,22 @@ def _check_texts(classes: Sequence[str], tokens: list[list[int]]) -> None:
     same = [name for name, text in zip(classes, texts, strict=True) if texts.count(text) > 1]
     if same:
         raise ClipError(f"classes with the same text cannot be told apart: {', '.join(same)}")
+
+
+def _tokenise(texts: list[str], tokenizer: Any, config: Any) -> list[list[int]]:
+    """Return [BOS, .., EOS] of each text, all of whose tokens the model knows."""
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if start is None or end is None:
+        raise ClipError("the model's tokenizer has no start and end of text, as CLIP's has")
+    found = []
+    # without its files, transformers makes a tokenizer that knows no word
+    known = set(range(config.vocab_size)) - {tokenizer.unk_token_id, start, end}
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not known.issuperset(ids):
+            raise ClipError(
+                f"the model's tokenizer does not know all of {text!r}: name the classes in its "
+                "words, or put the tokenizer's files beside the model"
+            )
+        found.append([start, *ids, end])
+    return found

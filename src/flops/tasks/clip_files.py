@@ -70,6 +70,7 @@ def _load(source: str) -> tuple[Any, Any]:
             model, report = transformers.CLIPModel.from_pretrained(
                 source,
                 dtype=torch.float32,
+                use_safetensors=True,  # the other format is pickle, which can run code
                 attn_implementation=ATTENTION,
                 output_loading_info=True,
             )
