@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flops.errors import FlopsError
+from flops.tasks import vision
 from flops.tasks.clip import ClipError, PromptedClip
 from flops.tasks.shots import CLASSES, fashion_shots
 
 transformers = pytest.importorskip("transformers")
 
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "pretrain_clip.py"
 ANIMALS = ("cat", "very large black bird", "dog", "catfish")
 
 
@@ -308,3 +313,29 @@ def test_prompts_and_images_that_do_not_fit_are_refused(bundled: PromptedClip) -
         bundled.prepare(torch.zeros(1, 28, 28))
     with pytest.raises(ClipError, match="images of 1 channels, got 3"):
         bundled.prepare(torch.zeros(1, 28, 28, 3, dtype=torch.uint8))
+
+
+@pytest.mark.slow
+def test_the_script_makes_a_clip_from_images_that_are_no_shots(tmp_path: Path) -> None:
+    if not vision.FASHION_MNIST_FOLDER.is_dir():
+        pytest.skip("Fashion-MNIST is not installed")
+    options = ["--epochs", "1", "--limit", "300", "--skip-test", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, str(SCRIPT), *options], check=True, capture_output=True)
+    made = PromptedClip.load(tmp_path, CLASSES)
+    assert made.text_features(torch.zeros(1, 4, 64)).isfinite().all()
+    assert "--limit 300 --skip-test" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_script_leaves_the_shots_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not vision.FASHION_MNIST_FOLDER.is_dir():
+        pytest.skip("Fashion-MNIST is not installed")
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    script = importlib.import_module("pretrain_clip")
+    data, shots = vision.fashion_mnist(), fashion_shots(shift=False)
+    for split, taken in ((data.train, shots.train), (data.validation, shots.validation)):
+        kept = script.without_shots(split, None)
+        pixels = (script.crop(kept.images)[:, 0] * vision.IMAGE_STD + vision.IMAGE_MEAN) * 255
+        seen = {image.tobytes() for image in pixels.round().to(torch.uint8).numpy()}
+        assert len(kept) == len(split) - 160
+        assert not any(image.tobytes() in seen for image in taken.pixels.numpy())

@@ -98,7 +98,7 @@ class PromptedClip:
             raise ClipError(f"the classes of {model} must be named: only {BUNDLED} has its own")
         names = tuple(CLASSES if classes is None else classes)
         found, tokenizer, format = load_clip(str(model))
-        texts = [template.format(name) for name in names]
+        texts = [template.replace("{}", name) for name in names]
         return cls(found, format, names, _tokenise(texts, tokenizer, found.config.text_config))
 
     @property
