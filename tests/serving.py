@@ -1,4 +1,4 @@
-"""Real `flops serve` processes on this machine's own address, for the tests of service and client."""
+"""Real `flops serve` processes, for the tests of service and client."""
 
 from __future__ import annotations
 

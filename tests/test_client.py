@@ -119,9 +119,10 @@ def test_answers_that_arrived_are_kept_when_another_fails(server) -> None:
         queries = [query(name, f"partial-{i}", seed=i) for i in range(5)]
         queries[2] = query("0" * 64, "partial-2")  # points that are not there
         found = []
+        answers = map(found.append, client.ask_many(queries))
         with pytest.raises(ServiceError, match="404"):
-            for position, _ in client.ask_many(queries):
-                found.append(position)
+            list(answers)
+        found = [position for position, _ in found]
         assert {0, 1} <= set(found)
         assert 2 not in found
 
@@ -186,7 +187,7 @@ def test_retry_after_is_waited_for() -> None:
         assert asked[1] - asked[0] >= 1
     assert seconds("7") == 7
     assert seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert 3.1e8 < seconds("Fri, 31 Dec 2055 23:59:59 GMT")
+    assert seconds("Fri, 31 Dec 2055 23:59:59 GMT") > 3.1e8
     assert seconds("soon") == seconds(None) == seconds("-3") == 0
 
 

@@ -28,7 +28,7 @@ def test_a_key_belongs_to_one_body(server) -> None:
         name = client.upload(pixels())
         client.score(**vars(query(name, "mine")))
         paid = client.usage()["queries"]
-        with pytest.raises(ServiceError, match="409.*another body"):
+        with pytest.raises(ServiceError, match=r"409.*another body"):
             client.score(**vars(query(name, "mine", seed=1)))
         assert client.usage()["queries"] == paid
 
