@@ -52,8 +52,8 @@ class Serve:
     """Most rows of a request."""
     max_body: int = 32
     """Most megabytes of a request; uploads of points may have 8 times as many."""
-    max_queue: int = 16384
-    """Most rows that wait; who comes then is told to come back."""
+    max_queue: int = 1024
+    """Most requests that wait; who comes then is told to come back."""
     max_tokens: int = 16
     """Most prompt tokens, as far as the model allows."""
     text_batch: int = 8

@@ -1,8 +1,8 @@
 """Dynamic batching: whatever has arrived while the model was busy is computed together.
 
-One thread runs the model. Its answers go to the ledger, which writes them while the next are
-computed; a caller gets an answer when it is on disk. There is no need to wait for company under
-load; alone, a request that does not fill a batch waits `window` seconds for others.
+One thread opens requests and runs the model. Its answers go to the ledger, which writes them while
+the next are computed; a caller gets an answer when it is on disk. There is no need to wait for
+company under load; alone, a request that does not fill a batch waits `window` seconds for others.
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from flops.blackbox.desk import Desk, Letter
 from flops.blackbox.ledger import Answer, Ledger
 from flops.blackbox.scoring import Scorer, Task
 from flops.blackbox.wire import WireError, encode
 
 log = logging.getLogger("flops.serve")
+ROUND = 8  # batches of images that are computed before their answers are written
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A task with the key that its answer is kept under, and who waits for it."""
+    """A letter and who waits for the answer; True is for one that was given before."""
 
-    task: Task
-    key: str
-    digest: str
-    future: asyncio.Future[Answer]
+    letter: Letter
+    future: asyncio.Future[tuple[Answer, bool]]
 
-    @property
-    def rows(self) -> int:
-        """Rows to score."""
-        return len(self.task.units.texts)
+
+Outcome = tuple[Job, Answer | Exception, bool]
 
 
 @dataclass(eq=False)
@@ -44,52 +43,56 @@ class Batcher:
     """Queue and thread of the model.
 
     Args:
+        desk: Opens the requests.
         scorer: Computes.
         ledger: Keeps the answers.
-        queue: Most rows that wait or are computed.
+        queue: Most requests that wait or are computed.
         window: Seconds to wait for company of a request that does not fill a batch.
         threads: Of torch; None for its own choice.
     """
 
+    desk: Desk
     scorer: Scorer
     ledger: Ledger
-    queue: int = 16384
+    queue: int = 1024
     window: float = 0.002
     threads: int | None = None
     rows: int = field(default=0, init=False)  # computed so far
     rounds: int = field(default=0, init=False)
+    requests: int = field(default=0, init=False)
     busy: float = field(default=0.0, init=False)  # seconds of the model
-    waiting: int = field(default=0, init=False)  # rows; changed by the event loop alone
+    waiting: int = field(default=0, init=False)  # requests; changed by the event loop alone
 
     def __post_init__(self) -> None:
         self._jobs: deque[Job] = deque()
+        self._carried: tuple[Job, Task] | None = None  # did not fit into the last round
         self._news = threading.Condition()
         self._stop = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
-    async def score(self, task: Task, key: str, digest: str) -> Answer:
-        """Compute, keep and return an answer.
+    async def score(self, letter: Letter) -> tuple[Answer, bool]:
+        """Compute, keep and return an answer, or find it; True if it was found.
 
         Raises:
-            WireError: 429 if too many rows wait, 422 if logits are not finite, 503 if the answer
-                cannot be kept, 500 if the model fails.
+            WireError: 429 if too many wait, what `Desk.open` raises, 422 if logits are not finite,
+                503 if the answer cannot be kept, 500 if the model fails.
         """
-        job = Job(task, key, digest, self._loop.create_future())
-        if self.waiting + job.rows > self.queue and self.waiting:
-            speed = self.rows / self.busy if self.busy else self.queue
+        if self.waiting >= self.queue:
+            speed = self.requests / self.busy if self.busy else self.queue
             raise WireError(
-                f"{self.waiting} rows wait and {self.queue} may", 429, self.waiting / max(speed, 1)
+                f"{self.waiting} requests wait, as many as may", 429, self.waiting / max(speed, 1)
             )
-        self.waiting += job.rows
+        job = Job(letter, self._loop.create_future())
+        self.waiting += 1
         try:
             with self._news:
                 self._jobs.append(job)
                 self._news.notify()
             return await job.future
         finally:
-            self.waiting -= job.rows
+            self.waiting -= 1
 
     def close(self) -> None:
         """Finish what waits and end the thread."""
@@ -101,70 +104,105 @@ class Batcher:
     def _run(self) -> None:
         if self.threads is not None:
             torch.set_num_threads(self.threads)  # a setting of each thread
-        while jobs := self._round():
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._jobs or self._carried or self._stop)
+                if not self._jobs and self._carried is None:
+                    return
+            works = self._round()
+            if not works:
+                continue
             started = time.perf_counter()
             try:
-                found = self.scorer.score([job.task for job in jobs])
+                found = self.scorer.score([task for _, task in works])
             except Exception:
                 log.exception("the model failed")
-                self._loop.call_soon_threadsafe(_fail, jobs, WireError("the model failed", 500))
+                error = WireError("the model failed; the log of the service says why", 500)
+                self._settle([(job, error, False) for job, _ in works])
                 continue
             self.rounds += 1
-            self.rows += sum(job.rows for job in jobs)
+            self.requests += len(works)
+            self.rows += sum(task.units.cost.queries for _, task in works)
             self.busy += time.perf_counter() - started
-            self._keep(jobs, found)
+            self._keep(works, found)
 
-    def _round(self) -> list[Job]:
-        """The next jobs, as many as the scorer takes at once; none at the end."""
-        most = min(4 * self.scorer.image_batch, self.scorer.most_images)
-        jobs: list[Job] = []
+    def _round(self) -> list[tuple[Job, Task]]:
+        """What is computed next, as much as the scorer takes at once."""
+        batch = self.scorer.image_batch
+        most = min(ROUND * batch, self.scorer.most_images)
+        works: list[tuple[Job, Task]] = []
         rows = texts = 0
-        with self._news:
-            self._news.wait_for(lambda: self._jobs or self._stop)
-            batch = self.scorer.image_batch
-            if sum(job.rows for job in self._jobs) < batch and not self._stop and self.window:
-                self._news.wait_for(
-                    lambda: sum(job.rows for job in self._jobs) >= batch, timeout=self.window
-                )
-            while self._jobs:
-                job = self._jobs[0]
-                few = len(job.task.request.text)
-                if jobs and (rows + job.rows > most or texts + few > self.scorer.most_texts):
-                    break
-                rows, texts = rows + job.rows, texts + few
-                jobs.append(self._jobs.popleft())
-        return jobs
+        waited = False
+        while True:
+            work, self._carried = self._carried or self._next(), None
+            if work is None:
+                if rows >= batch or waited or not works or not self.window:
+                    return works
+                with self._news:
+                    self._news.wait_for(lambda: self._jobs or self._stop, self.window)
+                waited = True
+                continue
+            units = work[1].units
+            rows, texts = rows + len(units.images), texts + len(work[1].request.text)
+            if works and (rows > most or texts > self.scorer.most_texts):
+                self._carried = work
+                return works
+            works.append(work)
 
-    def _keep(self, jobs: list[Job], found: list[Tensor]) -> None:
+    def _next(self) -> tuple[Job, Task] | None:
+        """The next request that has to be computed; others are answered on the way."""
+        settled: list[Outcome] = []
+        found: tuple[Job, Task] | None = None
+        while self._jobs and found is None:
+            job = self._jobs.popleft()  # of a deque, which threads may share
+            try:
+                opened = self.desk.open(job.letter)
+            except WireError as error:
+                settled.append((job, error, False))
+            except Exception:
+                log.exception("a request could not be opened")
+                settled.append((job, WireError("the service failed", 500), False))
+            else:
+                if isinstance(opened, Task):
+                    found = job, opened
+                else:
+                    settled.append((job, opened, True))
+        self._settle(settled)
+        return found
+
+    def _keep(self, works: Sequence[tuple[Job, Task]], found: Sequence[Tensor]) -> None:
         """Hand answers to the ledger, and to those who wait when they are kept."""
         good: list[tuple[Job, Answer]] = []
-        for job, logits in zip(jobs, found, strict=True):
+        for (job, task), logits in zip(works, found, strict=True):
             if not bool(torch.isfinite(logits).all()):
                 message = "the logits are not finite for these prompts; use smaller ones"
-                self._loop.call_soon_threadsafe(_fail, [job], WireError(message))
+                self._settle([(job, WireError(message), False)])
                 continue
-            body = encode({"logits": logits})
-            good.append((job, Answer(job.key, job.digest, body, job.task.units.cost)))
+            letter, body = job.letter, encode({"logits": logits})
+            good.append((job, Answer(letter.key, letter.digest, body, task.units.cost)))
 
         def done(error: Exception | None) -> None:
-            if error is not None:
-                log.error("the ledger cannot be written: %s", error)
-                failed = WireError("the answer could not be kept, so it is not given", 503, 1)
-                self._loop.call_soon_threadsafe(_fail, [job for job, _ in good], failed)
-            else:
-                self._loop.call_soon_threadsafe(_finish, good)
+            if error is None:
+                self._settle([(job, answer, False) for job, answer in good])
+                return
+            log.error("the ledger cannot be written: %s", error)
+            failed = WireError("the answer could not be kept, so it is not given", 503, 1)
+            self._settle([(job, failed, False) for job, _ in good])
 
         if good:
             self.ledger.keep([answer for _, answer in good], done)
 
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell those who wait, all at once; from any thread."""
+        if outcomes:
+            self._loop.call_soon_threadsafe(_tell, outcomes)
 
-def _fail(jobs: list[Job], error: Exception) -> None:
-    for job in jobs:
-        if not job.future.done():
-            job.future.set_exception(error)
 
-
-def _finish(answers: list[tuple[Job, Answer]]) -> None:
-    for job, answer in answers:
-        if not job.future.done():
-            job.future.set_result(answer)
+def _tell(outcomes: Sequence[Outcome]) -> None:
+    for job, outcome, again in outcomes:
+        if job.future.done():
+            continue
+        if isinstance(outcome, Answer):
+            job.future.set_result((outcome, again))
+        else:
+            job.future.set_exception(outcome)

@@ -23,7 +23,7 @@ class Limits:
         points: Points of an upload.
         stored: Bytes of all uploads together.
         memory: Bytes of all bodies that are held at a time.
-        queue: Rows that wait or are computed at a time.
+        queue: Requests that wait or are computed at a time.
         tokens: Prompt tokens, as far as the model allows.
         rate: Requests per second; 0 for no limit.
         patience: Seconds for a body to arrive.
@@ -35,7 +35,7 @@ class Limits:
     points: int = 100_000
     stored: int = 2**30
     memory: int = 512 * 2**20
-    queue: int = 16384
+    queue: int = 1024
     tokens: int = 16
     rate: float = 1000.0
     patience: float = 60.0

@@ -21,29 +21,28 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, Depends, FastAPI, Header, Path, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
 from flops.blackbox import wire
 from flops.blackbox.limits import retry_after
-from flops.blackbox.requests import ScoreBody, answer_json
+from flops.blackbox.requests import KEY, ScoreBody, answer_json
 from flops.blackbox.state import Setup, State
 from flops.blackbox.wire import BINARY, JSON, WireError
 
 Digest = Annotated[
     str, Path(pattern="^[0-9a-f]{64}$", description="SHA-256 of the body, in hexadecimal")
 ]
-Key = Annotated[
-    str,
-    Header(
-        alias="Idempotency-Key",
-        pattern="^[A-Za-z0-9_.:-]{1,128}$",
-        description="A repeat of the same body under the same key is free",
-    ),
-]
+KEY_HEADER = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": True,
+    "description": "A repeat of the same body under the same key is free",
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
+}
+SECURED: dict[str, Any] = {"security": [{"key": []}]}
 BYTES = {"type": "string", "format": "binary"}
 POINTS_BODY = {"required": True, "content": {BINARY: {"schema": BYTES}}}
 ERROR = {
@@ -76,25 +75,23 @@ SCORE_BODY = {
     "required": True,
     "content": {BINARY: {"schema": BYTES}, JSON: {"schema": ScoreBody.model_json_schema()}},
 }
-bearer = HTTPBearer(auto_error=False, description="The key of --api-key-env, if there is one")
 router = APIRouter(prefix="/v1")
 
 
-async def admitted(
-    request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
-) -> State:
-    """Check the key in constant time, then the rate."""
+def admit(request: Request) -> State:
+    """Check the key in constant time, then the rate.
+
+    Raises:
+        WireError: 401 or 429.
+    """
     state: State = request.app.state.service
     if state.setup.api_key is not None:
-        shown = "" if given is None else given.credentials
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         marks = (hashlib.sha256(text.encode()).digest() for text in (shown, state.setup.api_key))
-        if not hmac.compare_digest(*marks):
+        if not hmac.compare_digest(*marks) or scheme.lower() != "bearer":
             raise WireError("send the API key as Authorization: Bearer KEY", 401)
     state.rate.take()
     return state
-
-
-Admitted = Annotated[State, Depends(admitted)]
 
 
 @router.get("/health")
@@ -103,22 +100,27 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/info", responses=_refusals(401, 429))
-async def info(state: Admitted) -> dict[str, Any]:
+@router.get("/info", responses=_refusals(401, 429), openapi_extra=SECURED)
+async def info(request: Request) -> dict[str, Any]:
     """Describe the model and the limits."""
-    return state.info()
+    return admit(request).info()
 
 
-@router.get("/usage", responses=_refusals(401, 429))
-async def usage(state: Admitted) -> dict[str, int]:
+@router.get("/usage", responses=_refusals(401, 429), openapi_extra=SECURED)
+async def usage(request: Request) -> dict[str, int]:
     """Totals of all answers in the ledger."""
-    return await state.usage()
+    return await admit(request).usage()
 
 
-@router.get("/metrics", response_class=PlainTextResponse, responses=_refusals(401, 429))
-async def metrics(state: Admitted) -> str:
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses=_refusals(401, 429),
+    openapi_extra=SECURED,
+)
+async def metrics(request: Request) -> str:
     """Counters in the text format of Prometheus."""
-    return state.metrics()
+    return admit(request).metrics()
 
 
 @router.put(
@@ -128,10 +130,11 @@ async def metrics(state: Admitted) -> str:
         201: {"description": "They are kept"},
         **_refusals(400, 401, 408, 413, 415, 422, 429, 503),
     },
-    openapi_extra={"requestBody": POINTS_BODY},
+    openapi_extra={"requestBody": POINTS_BODY, **SECURED},
 )
-async def upload(digest: Digest, request: Request, state: Admitted) -> Response:
+async def upload(digest: Digest, request: Request) -> Response:
     """Keep points: safetensors {"pixels": uint8 (N, H, W[, C])}."""
+    state = admit(request)
     _content(request, BINARY)
     announced, most = request.headers.get("content-length"), state.setup.limits.upload
     async with state.bodies.read(request.stream(), announced, most) as body:
@@ -149,10 +152,14 @@ async def upload(digest: Digest, request: Request, state: Admitted) -> Response:
         },
         **_refusals(400, 401, 404, 408, 409, 413, 415, 422, 429, 503),
     },
-    openapi_extra={"requestBody": SCORE_BODY},
+    openapi_extra={"requestBody": SCORE_BODY, "parameters": [KEY_HEADER], **SECURED},
 )
-async def score(key: Key, request: Request, state: Admitted) -> Response:
+async def score(request: Request) -> Response:
     """Score rows; headers of the answer say what it cost and whether it was free."""
+    state = admit(request)
+    key = request.headers.get("idempotency-key", "")
+    if not KEY.fullmatch(key):
+        raise WireError("the header Idempotency-Key must be 1 to 128 letters, digits or _ . : -")
     as_json = _content(request, BINARY, JSON) == JSON
     announced, most = request.headers.get("content-length"), state.setup.limits.body
     async with state.bodies.read(request.stream(), announced, most) as body:
@@ -191,6 +198,9 @@ def create_app(setup: Setup) -> FastAPI:
         lifespan=lifespan,
     )
     app.include_router(router)
+    described = app.openapi()
+    schemes = {"key": {"type": "http", "scheme": "bearer"}}
+    described.setdefault("components", {})["securitySchemes"] = schemes
     _handlers(app)
     app.add_middleware(_Counted, service=app)
     return app

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from flops.blackbox import metrics
 from flops.blackbox.batching import Batcher
+from flops.blackbox.desk import Desk, Letter, taken
 from flops.blackbox.ledger import Answer, Ledger
 from flops.blackbox.limits import Bodies, Limits, Rate
-from flops.blackbox.requests import Shape, Units, read_points, read_score
-from flops.blackbox.scoring import Prompted, Scorer, Task
+from flops.blackbox.requests import Shape, read_points
+from flops.blackbox.scoring import Prompted, Scorer
 from flops.blackbox.wire import WireError, digest
 
 LARGE = 2**17  # bytes of a body that is read in another thread than the event loop's
@@ -80,11 +79,11 @@ class State:
         self.rate = Rate(limits.rate)
         self.bodies = Bodies(limits.memory, limits.patience)
         self.requests = metrics.Requests()
+        desk = Desk(setup.ledger, self.shape, setup.model.channels, limits.memory)
         self.batcher = Batcher(
-            setup.scorer, setup.ledger, limits.queue, setup.window, setup.threads
+            desk, setup.scorer, setup.ledger, limits.queue, setup.window, setup.threads
         )
         self._flights: dict[str, _Flight] = {}
-        self._pixels: OrderedDict[str, Tensor] = OrderedDict()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     async def answer(self, key: str, body: bytearray, as_json: bool) -> tuple[Answer, bool]:
@@ -95,15 +94,16 @@ class State:
         Raises:
             WireError: 409 if the key belongs to another body; and as `Batcher.score`.
         """
-        mark = await self._in_thread(digest, body) if len(body) > LARGE else digest(body)
+        mark = await self._in_thread(digest, body) if len(body) > LARGE else _digest(body)
         flight, fresh = self._flights.get(key), False
         if flight is None:
             fresh = True
-            task = asyncio.create_task(self._compute(key, mark, body, as_json))
-            flight = self._flights[key] = _Flight(mark, task)
-            task.add_done_callback(lambda task: self._landed(key, task))
+            letter = Letter(key, mark, body, as_json)
+            flight = _Flight(mark, asyncio.create_task(self.batcher.score(letter)))
+            self._flights[key] = flight
+            flight.task.add_done_callback(lambda task: self._landed(key, task))
         elif flight.digest != mark:
-            raise _taken(key)
+            raise taken(key)
         # Shielded: a caller that goes away neither stops the others nor wastes what is computed.
         answer, kept = await asyncio.shield(flight.task)
         if kept or not fresh:
@@ -118,7 +118,7 @@ class State:
         """
         if await self._in_thread(digest, body) != name:
             raise WireError("the digest in the address is not the SHA-256 of the body")
-        pixels = read_points(body, self.shape, self.setup.model.channels)
+        read_points(body, self.shape, self.setup.model.channels)
         if await self._in_thread(self.setup.ledger.points, name) is not None:
             return False
         stored = await self._in_thread(self.setup.ledger.stored)
@@ -134,7 +134,6 @@ class State:
 
         self.setup.ledger.keep_points(name, body, done)
         await kept
-        self._hold(name, pixels)
         return True
 
     def info(self) -> dict[str, Any]:
@@ -157,7 +156,7 @@ class State:
                 "points": shape.points,
                 "body_bytes": limits.body,
                 "upload_bytes": limits.upload,
-                "queue_rows": limits.queue,
+                "queued_requests": limits.queue,
                 "requests_per_second": limits.rate,
             },
             "batch_sizes": sizes,
@@ -176,7 +175,7 @@ class State:
             **{f"{name}_total": value for name, value in scorer.cache.items()},
         }
         gauges = {
-            "waiting_rows": batcher.waiting,
+            "waiting_requests": batcher.waiting,
             "held_bytes": self.bodies.held,
             "resident_bytes": metrics.resident_bytes(),
         }
@@ -193,47 +192,6 @@ class State:
         self.batcher.close()
         self._reader.shutdown()
         self.setup.ledger.close()
-
-    async def _compute(
-        self, key: str, mark: str, body: bytearray, as_json: bool
-    ) -> tuple[Answer, bool]:
-        kept = await self._in_thread(self.setup.ledger.find, key)
-        if kept is not None:
-            if kept.digest != mark:
-                raise _taken(key)
-            return kept, True
-        if as_json or len(body) > LARGE:
-            task = await self._in_thread(self._read, body, as_json)
-        else:
-            task = self._read(body, as_json)
-        pixels = self._pixels.get(task.request.points)
-        if pixels is None:
-            pixels = await self._find_points(task.request.points)
-        if int(task.request.rows.max()) >= len(pixels):
-            raise WireError(
-                f"rows must be in 0 to {len(pixels) - 1}, the points that were uploaded"
-            )
-        return await self.batcher.score(replace(task, pixels=pixels), key, mark), False
-
-    def _read(self, body: bytearray, as_json: bool) -> Task:
-        request = read_score(body, self.shape, as_json)
-        return Task(request, Units.of(request, self.shape.classes), Tensor())
-
-    async def _find_points(self, name: str) -> Tensor:
-        body = await self._in_thread(self.setup.ledger.points, name)
-        if body is None:
-            raise WireError(f"no points {name} here; upload them with PUT /v1/points/...", 404)
-        pixels = read_points(body, self.shape, self.setup.model.channels)
-        self._hold(name, pixels)
-        return pixels
-
-    def _hold(self, name: str, pixels: Tensor) -> None:
-        """Keep pixels in memory, those of the latest uploads."""
-        self._pixels[name] = pixels
-        while len(self._pixels) > 1 and sum(map(Tensor.numel, self._pixels.values())) > (
-            self.setup.limits.memory
-        ):
-            self._pixels.popitem(last=False)
 
     def _landed(self, key: str, task: asyncio.Task[tuple[Answer, bool]]) -> None:
         del self._flights[key]
@@ -254,5 +212,12 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(WireError("the points could not be kept", 503, 1))
 
 
-def _taken(key: str) -> WireError:
-    return WireError(f"the Idempotency-Key {key} was used for another body; choose a new one", 409)
+def _digest(body: bytearray) -> str:
+    """As `digest`, in pieces so small that hashlib keeps the lock of the interpreter.
+
+    Giving it up for some microseconds means waiting for the model's thread to give it back.
+    """
+    mark, view = hashlib.sha256(), memoryview(body)
+    for begin in range(0, len(body), 2047):
+        mark.update(view[begin : begin + 2047])
+    return mark.hexdigest()
