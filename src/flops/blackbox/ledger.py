@@ -52,7 +52,6 @@ class Answer:
 class _Write:
     answers: Sequence[Answer] = ()
     points: tuple[str, bytes | bytearray] | None = None
-    replays: int = 0
     done: Done | None = None
 
 
@@ -89,7 +88,8 @@ class Ledger:
                 f"the ledger {path} holds answers of another model or other classes "
                 f"({owner[:12]}, not {identity[:12]}); choose another file with --ledger"
             )
-        self._reading = threading.Lock()
+        self._reading, self._counting = threading.Lock(), threading.Lock()
+        self._replays = 0  # that are not written yet
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
         self._thread.start()
@@ -115,7 +115,9 @@ class Ledger:
 
     def usage(self) -> dict[str, int]:
         """Totals over all answers ever kept; a replay is free and counted apart."""
-        return {str(name): int(value) for name, value in self._read("select * from totals")}
+        with self._counting:
+            found = {str(name): int(value) for name, value in self._read("select * from totals")}
+            return found | {"replays": found["replays"] + self._replays}
 
     def keep(self, answers: Sequence[Answer], done: Done) -> None:
         """Write answers; `done` is called from the writing thread when they are on disk."""
@@ -125,9 +127,10 @@ class Ledger:
         """Write points; likewise."""
         self._writes.put(_Write(points=(digest, body), done=done))
 
-    def replayed(self, count: int = 1) -> None:
-        """Count answers that were given again; written along with whatever comes next."""
-        self._writes.put(_Write(replays=count))
+    def replayed(self) -> None:
+        """Count an answer that was given again; written along with whatever comes next."""
+        with self._counting:
+            self._replays += 1
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -168,7 +171,9 @@ class Ledger:
                     write.done(failure)
 
     def _commit(self, writes: Sequence[_Write]) -> None:
-        if not writes:
+        with self._counting:
+            replays = self._replays
+        if not writes and not replays:
             return
         now = time.time()
         self._writer.execute("begin immediate")
@@ -185,13 +190,15 @@ class Ledger:
             "texts": sum(a.cost.texts for a in answers),
             "images": sum(a.cost.images for a in answers),
             "requests": len(answers),
-            "replays": sum(write.replays for write in writes),
+            "replays": replays,
         }
         self._writer.executemany(
             "update totals set value = value + ? where name = ?",
             [(value, name) for name, value in totals.items() if value],
         )
-        self._writer.execute("commit")
+        with self._counting:  # whoever asks for totals sees each replay once
+            self._writer.execute("commit")
+            self._replays -= replays
 
 
 def _locked(path: Path) -> int:
