@@ -279,6 +279,24 @@ def test_an_endless_body_is_refused_while_it_streams(server) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize("piece", [b"x", b"X-More: 1\r\n"])
+def test_headers_without_end_are_refused(piece, server) -> None:
+    """One endless header, and endless headers."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(b"GET /v1/health HTTP/1.1\r\nHost: x\r\nX-Long: 1")
+    connection.sendall(b"\r\n" if piece.endswith(b"\n") else b"")
+    before, sent, block = server.resident(), 0, piece * (2**20 // len(piece))
+    try:
+        while sent < 2**27:
+            connection.sendall(block)
+            sent += len(block)
+    except OSError:
+        pass
+    connection.close()
+    assert sent < 2**26, "it was read to the end"
+    assert server.resident() - before < 2**25
+
+
 def test_unknown_addresses_and_methods(http_client) -> None:
     assert http_client.get("/v1/weights").status_code == 404
     assert http_client.get("/v1/score").status_code == 405

@@ -65,7 +65,7 @@ class Batcher:
 
     def __post_init__(self) -> None:
         self._jobs: deque[Job] = deque()
-        self._carried: tuple[Job, Task] | None = None  # did not fit into the last round
+        self._carried: deque[tuple[Job, Task]] = deque()  # did not fit into the last round
         self._news = threading.Condition()
         self._stop = False
         self._loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class Batcher:
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._jobs or self._carried or self._stop)
-                if not self._jobs and self._carried is None:
+                if not self._jobs and not self._carried:
                     return
             works = self._round()
             if not works:
@@ -127,27 +127,36 @@ class Batcher:
             self._keep(works, found)
 
     def _round(self) -> list[tuple[Job, Task]]:
-        """What is computed next, as much as the scorer takes at once."""
+        """What is computed next: as much as the scorer takes at once, in full batches if it can."""
         batch = self.scorer.image_batch
         most = min(ROUND * batch, self.scorer.most_images)
         works: list[tuple[Job, Task]] = []
         rows = texts = 0
-        waited = False
+        end = time.monotonic() + self.window
         while True:
-            work, self._carried = self._carried or self._next(), None
+            work = self._carried.popleft() if self._carried else self._next()
             if work is None:
-                if rows >= batch or waited or not works or not self.window:
-                    return works
-                with self._news:
-                    self._news.wait_for(lambda: self._jobs or self._stop, self.window)
-                waited = True
+                if not works or rows >= batch or not self._more(end - time.monotonic()):
+                    break
                 continue
-            units = work[1].units
-            rows, texts = rows + len(units.images), texts + len(work[1].request.text)
+            task = work[1]
+            rows, texts = rows + len(task.units.images), texts + len(task.request.text)
             if works and (rows > most or texts > self.scorer.most_texts):
-                self._carried = work
-                return works
+                self._carried.appendleft(work)
+                rows -= len(task.units.images)
+                break
             works.append(work)
+        # What would be padded to a batch of its own may have company in the next round.
+        extra = rows % batch if rows > batch else 0
+        while len(works) > 1 and 0 < len(works[-1][1].units.images) <= extra:
+            extra -= len(works[-1][1].units.images)
+            self._carried.appendleft(works.pop())
+        return works
+
+    def _more(self, seconds: float) -> bool:
+        """Whether another request arrives in time."""
+        with self._news:
+            return bool(self._news.wait_for(lambda: self._jobs, max(0.0, seconds)))
 
     def _next(self) -> tuple[Job, Task] | None:
         """The next request that has to be computed; others are answered on the way."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
+from typing import Literal
 
 import uvicorn
 
@@ -49,6 +51,7 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
     url = f"http://{shown}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
         create_app(setup),
+        http=_protocol(),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -60,3 +63,12 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
         _Server(config, lambda: ready(url)).run(sockets=[listener])
     finally:
         listener.close()
+
+
+def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
+    """The fast parser of HTTP if it is installed; the other one bounds heads by itself."""
+    try:
+        from flops.blackbox.guarding import GuardedProtocol
+    except ImportError:
+        return "h11"
+    return GuardedProtocol
