@@ -143,6 +143,31 @@ def test_batches_shrink_until_neighbours_do_not_matter(most, model, caplog) -> N
     assert torch.equal(scorer.score([task(2, 9), task(1, 5)])[1], alone)
 
 
+class Sized:
+    """A model that rounds as the size of the batch wants it, as matrix products may."""
+
+    def __init__(self, model: PromptedClip) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str):
+        return getattr(self._model, name)
+
+    def text_features(self, prompts: Tensor) -> Tensor:
+        return self._model.text_features(prompts) * (1 + 1e-6 * len(prompts))
+
+    def image_features(self, images: Tensor, prompts: Tensor) -> Tensor:
+        return self._model.image_features(images, prompts) * (1 + 1e-6 * len(prompts))
+
+    def logits(self, image: Tensor, text: Tensor) -> Tensor:
+        return self._model.logits(image, text) * (1 + 1e-6 * len(image))
+
+
+def test_rounding_that_depends_on_the_size_of_a_batch_does_not_show(model) -> None:
+    alone = [Scorer(Sized(model)).score([task(seed, 5)])[0] for seed in range(8)]
+    together = Scorer(Sized(model)).score([task(seed, 5) for seed in range(8)])
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
 def test_steady_sees_positions_and_neighbours() -> None:
     rows = [torch.randn(16, 5)]
     assert steady(lambda x: x.exp(), rows, 8)

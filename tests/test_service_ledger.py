@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_key_belongs_to_one_body(server) -> None:
 
 
 def test_concurrent_repeats_are_computed_once(server) -> None:
-    with server.client(concurrency=16) as client:
+    with server.client(concurrency=16, attempts=1) as client:
         name = client.upload(pixels())
         before = client.usage()
         with ThreadPoolExecutor(16) as pool:
@@ -75,6 +75,23 @@ def test_answers_points_and_totals_survive_a_kill(tmp_path) -> None:
         assert sums.fetchone() == (total["queries"], total["texts"], total["images"])
     ledger.close()
     assert total["replays"] == 1
+
+
+def test_no_answer_leaves_before_it_is_in_the_ledger(server) -> None:
+    """While somebody else holds the ledger, the answer is computed, but nobody gets it."""
+    with server.client(attempts=1) as client, ThreadPoolExecutor(1) as pool:
+        name = client.upload(pixels())
+        client.score(**vars(query(name, "warm", seed=20)))
+        before = client.usage()["requests"]
+        other = sqlite3.connect(server.ledger, isolation_level=None)
+        other.execute("begin immediate")
+        asked = pool.submit(client.ask, query(name, "held", seed=21))
+        assert wait([asked], timeout=1.5).not_done
+        assert client.usage()["requests"] == before
+        other.execute("rollback")
+        other.close()
+        assert asked.result().queries == 6
+        assert client.usage()["requests"] == before + 1
 
 
 def test_a_second_service_may_not_have_the_ledger(server) -> None:

@@ -109,6 +109,10 @@ class Ledger:
         rows = self._read("select body from points where digest = ?", digest)
         return bytearray(rows[0][0]) if rows else None
 
+    def has_points(self, digest: str) -> bool:
+        """Whether points were uploaded under a digest."""
+        return bool(self._read("select 1 from points where digest = ?", digest))
+
     def stored(self) -> int:
         """Bytes of all points."""
         return int(self._read("select coalesce(sum(length(body)), 0) from points")[0][0])

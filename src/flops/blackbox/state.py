@@ -119,7 +119,7 @@ class State:
         if await self._in_thread(digest, body) != name:
             raise WireError("the digest in the address is not the SHA-256 of the body")
         read_points(body, self.shape, self.setup.model.channels)
-        if await self._in_thread(self.setup.ledger.points, name) is not None:
+        if await self._in_thread(self.setup.ledger.has_points, name):
             return False
         stored = await self._in_thread(self.setup.ledger.stored)
         if stored + len(body) > self.setup.limits.stored:
