@@ -313,7 +313,7 @@ def test_metrics_and_pages_can_be_read(http_client) -> None:
     assert "/v1/score" in http_client.get("/openapi.json").json()["paths"]
 
 
-def test_rate_and_queue_are_limited(tmp_path) -> None:
+def test_the_rate_is_limited(tmp_path) -> None:
     """8 requests at once, 2 per second: some are sent away, and told for how long."""
     with Server(tmp_path, "--rate", "2") as slow:
         statuses, waits = [], []

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from flops.blackbox.requests import ScoreRequest, Units
-from flops.blackbox.scoring import Scorer, Slab, Task, steady
+from flops.blackbox.scoring import Scorer, Task
+from flops.blackbox.slab import Slab
+from flops.blackbox.steadiness import steady
 from flops.tasks.clip import PromptedClip
 from tests.serving import Server, pixels, query
 

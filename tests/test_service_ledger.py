@@ -14,7 +14,7 @@ import torch
 
 from flops.blackbox.ledger import Answer, Cost, Ledger, LedgerError
 from flops.blackbox.retrying import ServiceError
-from tests.serving import Server, pixels, query
+from tests.serving import Server, pixels, query, until
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,30 @@ def test_no_answer_leaves_before_it_is_in_the_ledger(server) -> None:
         other.close()
         assert asked.result().queries == 6
         assert client.usage()["requests"] == before + 1
+
+
+def test_whoever_does_not_fit_into_the_queue_is_told_to_come_back(tmp_path) -> None:
+    """The ledger is held, so the first request stays; there is room for one."""
+    with (
+        Server(tmp_path, "--max-queue", "1") as small,
+        small.client(attempts=1) as hasty,
+        small.client() as patient,
+    ):
+        name = hasty.upload(pixels())
+        hasty.score(**vars(query(name, "warm", seed=20)))
+        other = sqlite3.connect(small.ledger, isolation_level=None)
+        other.execute("begin immediate")
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(hasty.ask, query(name, "first", seed=21))
+            assert wait([first], timeout=0.5).not_done
+            with pytest.raises(ServiceError, match="429: 1 requests wait"):
+                hasty.score(**vars(query(name, "second", seed=22)))
+            second = pool.submit(patient.ask, query(name, "second", seed=22))
+            until(lambda: patient.counts["retries"] > 0)
+            other.execute("rollback")
+            other.close()
+            assert not first.result().replayed
+            assert not second.result().replayed
 
 
 def test_a_second_service_may_not_have_the_ledger(server) -> None:

@@ -88,8 +88,8 @@ class Ledger:
                 f"the ledger {path} holds answers of another model or other classes "
                 f"({owner[:12]}, not {identity[:12]}); choose another file with --ledger"
             )
-        self._reading, self._counting = threading.Lock(), threading.Lock()
-        self._replays = 0  # that are not written yet
+        self._reading = threading.Lock()
+        self._replays = self._written = self.usage_on_disk()["replays"]
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
         self._thread.start()
@@ -119,9 +119,11 @@ class Ledger:
 
     def usage(self) -> dict[str, int]:
         """Totals over all answers ever kept; a replay is free and counted apart."""
-        with self._counting:
-            found = {str(name): int(value) for name, value in self._read("select * from totals")}
-            return found | {"replays": found["replays"] + self._replays}
+        return self.usage_on_disk() | {"replays": self._replays}
+
+    def usage_on_disk(self) -> dict[str, int]:
+        """Totals that would survive now; the last replays may be missing."""
+        return {str(name): int(value) for name, value in self._read("select * from totals")}
 
     def keep(self, answers: Sequence[Answer], done: Done) -> None:
         """Write answers; `done` is called from the writing thread when they are on disk."""
@@ -132,9 +134,11 @@ class Ledger:
         self._writes.put(_Write(points=(digest, body), done=done))
 
     def replayed(self) -> None:
-        """Count an answer that was given again; written along with whatever comes next."""
-        with self._counting:
-            self._replays += 1
+        """Count an answer that was given again; written along with whatever comes next.
+
+        To be called by one thread; it never waits.
+        """
+        self._replays += 1
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -175,9 +179,8 @@ class Ledger:
                     write.done(failure)
 
     def _commit(self, writes: Sequence[_Write]) -> None:
-        with self._counting:
-            replays = self._replays
-        if not writes and not replays:
+        replays = self._replays
+        if not writes and replays == self._written:
             return
         now = time.time()
         self._writer.execute("begin immediate")
@@ -194,15 +197,14 @@ class Ledger:
             "texts": sum(a.cost.texts for a in answers),
             "images": sum(a.cost.images for a in answers),
             "requests": len(answers),
-            "replays": replays,
+            "replays": replays - self._written,
         }
         self._writer.executemany(
             "update totals set value = value + ? where name = ?",
             [(value, name) for name, value in totals.items() if value],
         )
-        with self._counting:  # whoever asks for totals sees each replay once
-            self._writer.execute("commit")
-            self._replays -= replays
+        self._writer.execute("commit")
+        self._written = replays
 
 
 def _locked(path: Path) -> int:

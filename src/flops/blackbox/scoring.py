@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from flops.blackbox.requests import ScoreRequest, Units
+from flops.blackbox.slab import Slab
+from flops.blackbox.steadiness import steady
 
 log = logging.getLogger("flops.serve")
 
@@ -63,36 +65,14 @@ class Task:
     pixels: Tensor  # (N, H, W[, C])
 
 
-class Slab:
-    """Rows of features by key; the least recently used make room."""
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """At most a batch of what has to be encoded."""
 
-    def __init__(self, slots: int, shape: Sequence[int]) -> None:
-        self.rows = torch.empty(slots, *shape)
-        self.hits = self.misses = 0
-        self._slots: OrderedDict[Hashable, int] = OrderedDict()
-
-    def claim(self, keys: Iterator[Hashable]) -> tuple[list[int], dict[Any, int]]:
-        """Slot of every key, and the keys whose slots are still to be filled.
-
-        No more distinct keys than slots, or the first lose theirs.
-        """
-        slots, missing = [], {}
-        for key in keys:
-            slot = self._slots.get(key)
-            if slot is not None:
-                self._slots.move_to_end(key)
-                self.hits += 1
-            else:
-                full = len(self._slots) == len(self.rows)
-                slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
-                self._slots[key] = missing[key] = slot
-                self.misses += 1
-            slots.append(slot)
-        return slots, missing
-
-    def clear(self) -> None:
-        """Forget everything, for instance slots that were not filled because of an error."""
-        self._slots.clear()
+    keys: list[Any]
+    slots: Tensor  # where its features go
+    prompts: Tensor
+    size: int  # of the batch
 
 
 @dataclass(eq=False)
@@ -206,46 +186,62 @@ class Scorer:
     def _encode_texts(self, tasks: Sequence[Task]) -> list[int]:
         slots, missing = self._texts.claim(key for task in tasks for key in task.units.texts)
         if missing:
-            prompts = {
-                key: task.request.text[i]
-                for task in tasks
-                for key, i in zip(task.units.texts, task.request.text_of.tolist(), strict=True)
-                if key in missing
-            }
-            for keys, size in self._chunks("text", {key: len(prompts[key]) for key in missing}):
-                rows = self.model.text_features(
-                    _padded(torch.stack([prompts[k] for k in keys]), size)
-                )
-                self._texts.rows[[missing[key] for key in keys]] = rows[: len(keys)]
+            prompts = [task.request.text for task in tasks]
+            names = ((task.units.texts, task.request.text_of) for task in tasks)
+            for part in self._chunks("text", missing, prompts, names):
+                rows = self.model.text_features(_padded(part.prompts, part.size))
+                self._texts.rows[part.slots] = rows[: len(part.slots)]
         return slots
 
     def _encode_images(self, tasks: Sequence[Task]) -> list[int]:
         slots, missing = self._images.claim(key for task in tasks for key in task.units.images)
         if missing:
-            where = {
-                key: (task, i)
-                for task in tasks
-                for key, i in zip(task.units.images, task.request.image_of.tolist(), strict=True)
-                if key in missing
-            }
-            tokens = {key: where[key][0].request.image.shape[1] for key in missing}
-            for keys, size in self._chunks("image", tokens):
-                images = torch.stack([self._image(key, where[key][0].pixels) for key in keys])
-                prompts = torch.stack([where[key][0].request.image[where[key][1]] for key in keys])
-                rows = self.model.image_features(_padded(images, size), _padded(prompts, size))
-                self._images.rows[[missing[key] for key in keys]] = rows[: len(keys)]
+            pixels = {task.request.points: task.pixels for task in tasks}
+            prompts = [task.request.image for task in tasks]
+            names = ((task.units.images, task.request.image_of) for task in tasks)
+            for part in self._chunks("image", missing, prompts, names):
+                images = torch.stack([self._image(key, pixels[key[0]]) for key in part.keys])
+                rows = self.model.image_features(
+                    _padded(images, part.size), _padded(part.prompts, part.size)
+                )
+                self._images.rows[part.slots] = rows[: len(part.slots)]
         return slots
 
-    def _chunks(self, kind: str, tokens: dict[Any, int]) -> Iterator[tuple[list[Any], int]]:
-        """Keys of equally many prompt tokens, at most a batch at a time."""
-        for count in sorted(set(tokens.values())):
-            keys, size = [key for key in tokens if tokens[key] == count], self.size(kind, count)
+    def _chunks(
+        self,
+        kind: str,
+        missing: dict[Any, int],
+        prompts: Sequence[Tensor],
+        names: Iterable[tuple[list[Any], Tensor]],
+    ) -> Iterator[_Chunk]:
+        """What is missing, with equally many prompt tokens, at most a batch at a time.
+
+        Args:
+            kind: text or image.
+            missing: Slots by key.
+            prompts: Of each request.
+            names: Of each request, keys of all rows and the prompt of each.
+        """
+        places: dict[int, dict[Any, int]] = {}  # by tokens: key to its place among these prompts
+        lengths: dict[int, int] = {}
+        for given, (keys, of) in zip(prompts, names, strict=True):
+            tokens = given.shape[1]
+            start, found = lengths.get(tokens, 0), places.setdefault(tokens, {})
+            found.update(
+                (key, start + i) for key, i in zip(keys, of.tolist(), strict=True) if key in missing
+            )
+            lengths[tokens] = start + len(given)
+        for tokens in sorted(places):
+            every = torch.cat([given for given in prompts if given.shape[1] == tokens])
+            keys, size = list(places[tokens]), self.size(kind, tokens)
             for begin in range(0, len(keys), size):
                 chunk = keys[begin : begin + size]
                 self.batches += 1
                 self.used += len(chunk)
                 self.padded += size - len(chunk)
-                yield chunk, size
+                chosen = torch.tensor([places[tokens][key] for key in chunk])
+                slots = torch.tensor([missing[key] for key in chunk])
+                yield _Chunk(chunk, slots, every[chosen], size)
 
     def _image(self, key: tuple[str, int, bytes], pixels: Tensor) -> Tensor:
         """A prepared image; prepared alone, so that it never depends on others."""
@@ -261,38 +257,6 @@ class Scorer:
 
     def _slots(self, width: int, most: int) -> int:
         return max(1, min(most, self.memory // (4 * width)))
-
-
-def steady(function: Callable[..., Tensor], rows: Sequence[Tensor], size: int) -> bool:
-    """Whether a row's result is bitwise the same at every position and with other neighbours.
-
-    Args:
-        function: Of one or more batches, row by row.
-        rows: Its arguments, with twice as many rows as the largest size.
-        size: Rows of a batch.
-    """
-    batch, others = [r[:size] for r in rows], [r[-size:] for r in rows]
-    expected = function(*batch)
-    copies = function(*(r[:1].expand_as(r).contiguous() for r in batch))
-    if not torch.equal(copies, expected[:1].expand_as(copies)):
-        return False
-    for shift in {0, 1, size // 2, size - 1}:
-        if not torch.equal(function(*(r.roll(shift, 0) for r in batch)), expected.roll(shift, 0)):
-            return False
-    odd = torch.arange(size) % 2 == 1
-    for kept in (odd, ~odd):
-        for neighbours in (
-            others,
-            [torch.zeros_like(r) for r in batch],
-            [1e38 * r for r in others],
-        ):
-            mixed = []
-            for row, neighbour in zip(batch, neighbours, strict=True):
-                mixed.append(neighbour.clone())
-                mixed[-1][kept] = row[kept]
-            if not torch.equal(function(*mixed)[kept], expected[kept]):
-                return False
-    return True
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
