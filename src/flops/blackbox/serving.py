@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Callable
 from typing import Literal
@@ -59,6 +60,10 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
         timeout_graceful_shutdown=30,
         limit_concurrency=4096,
     )
+    # What is loaded stays: without this, the collector walks through all of torch and transformers
+    # again and again, which takes as long as all of HTTP.
+    gc.collect()
+    gc.freeze()
     try:
         _Server(config, lambda: ready(url)).run(sockets=[listener])
     finally:
