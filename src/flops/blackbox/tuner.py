@@ -146,10 +146,11 @@ class Tuner(Inquiry):
     def work(self) -> Work[None]:
         """Steps without end, as questions."""
         while True:
-            yield from self._step()
+            yield from self.stepping()
             yield PAUSE
 
-    def _step(self) -> Work[None]:
+    def stepping(self) -> Work[None]:
+        """One step: yields questions, is sent their losses."""
         started, points = time.perf_counter(), self._batch(self.steps)
         size = len(points)
         losses = torch.full((size,), torch.nan)

@@ -1,0 +1,120 @@
+"""CMA-ES, what black boxes are usually tuned with, by ask and tell as everything here.
+
+Hansen, "The CMA evolution strategy: a tutorial", 2016; the `cma` package does the work. A
+generation is a population of parameter vectors, each with the mean loss of the same batch of
+points; the estimate is the mean of the search distribution. From 200 parameters on the covariance
+is diagonal: a full one costs d^2 memory and d^3 time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flops.blackbox.inquiry import PAUSE, Inquiry
+from flops.blackbox.objective import Objective, Question
+from flops.errors import FlopsError
+from flops.meetings import Work
+from flops.noise import generator, mix
+from flops.tasks.optional import require
+
+FULL = 200  # parameters up to which the covariance is a full matrix
+ORDER = 11
+
+
+class Evolution(Inquiry):
+    """CMA-ES over parameters, with batches of points.
+
+    Args:
+        start: Mean of the first population, shape (d,).
+        points: How many points there are.
+        objective: As for `Tuner`.
+        sigma: First standard deviation: the step size that has to be chosen.
+        batch: Points of a generation.
+        population: Vectors of a generation; None is 4 + 3 log d, the package's own.
+        seed: Key of samples and of the order of points.
+    """
+
+    def __init__(
+        self,
+        start: Tensor,
+        points: int,
+        objective: Objective | None = None,
+        *,
+        sigma: float = 0.3,
+        batch: int = 64,
+        population: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(objective)
+        if sigma <= 0:
+            raise FlopsError(f"sigma must be positive, not {sigma}")
+        cma = require("cma", "cma")
+        self.points, self.batch, self.seed = points, min(batch, points), seed
+        # Its own source of numbers: the package would seed the one that everybody shares.
+        source = np.random.Generator(np.random.PCG64(mix(seed, 19)))
+        options: dict[str, Any] = {
+            "seed": np.nan,
+            "randn": lambda *shape: source.standard_normal(shape),
+            "verbose": -9,
+            "CMA_diagonal": len(start) > FULL,
+        }
+        if population is not None:
+            options["popsize"] = population
+        with _quietly():
+            self._search = cma.CMAEvolutionStrategy(start.double().numpy(), sigma, options)
+        self.population = int(self._search.popsize)
+        self.steps, self.loss = 0, float("nan")
+
+    @property
+    def parameters(self) -> Tensor:
+        """Mean of the search distribution, shape (d,)."""
+        return torch.from_numpy(np.array(self._search.mean)).float()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in which every point comes once."""
+        return -(-self.points // self.batch)
+
+    def step_cost(self) -> int:
+        """Rows of the next generation."""
+        return self.population * len(self._batch())
+
+    def work(self) -> Work[None]:
+        """Generations without end, as questions."""
+        while True:
+            yield from self.stepping()
+            yield PAUSE
+
+    def stepping(self) -> Work[None]:
+        """One generation."""
+        points = self._batch()
+        with _quietly():
+            asked = self._search.ask()
+        values = []
+        for candidate in asked:
+            vector = torch.from_numpy(np.asarray(candidate)).float()
+            losses = yield Question(vector.expand(len(points), -1), points)
+            values.append(float(losses.double().mean()))
+        with _quietly():
+            self._search.tell(asked, values)
+        self.loss = sum(values) / len(values)
+        self.steps += 1
+
+    def _batch(self) -> Tensor:
+        epoch, place = divmod(self.steps, self.steps_per_epoch)
+        order = torch.randperm(self.points, generator=generator(self.seed, epoch, ORDER))
+        return order[place * self.batch : (place + 1) * self.batch]
+
+
+class _quietly:
+    """Leave numpy's shared random state as it was, whatever the package does with it."""
+
+    def __enter__(self) -> None:
+        self._state = np.random.get_state()  # noqa: NPY002
+
+    def __exit__(self, *_: object) -> None:
+        np.random.set_state(self._state)  # noqa: NPY002

@@ -1,0 +1,136 @@
+"""The methods of `flops tune`, each a configuration of the same tuner.
+
+| name | noise | allocation |
+|---|---|---|
+| manual | none: the class texts as they are, no prompt vectors | |
+| lr | Gaussian, own for every point | equal |
+| ops-lr | the same | Gaussian, the paper's |
+| spsa | signs in pairs, own for every point | equal |
+| ops-spsa | the same | Gaussian |
+| shaped-lr | where earlier queries found the gradient | Gaussian |
+| cma-es | a population, one vector for the batch | |
+| bp | none: backpropagation through a model of one's own, the bound | |
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from flops.allocators import Equal, Gaussian
+from flops.allocators.base import Allocator
+from flops.blackbox.estimating import Options
+from flops.blackbox.evolution import Evolution
+from flops.blackbox.inquiry import Inquiry
+from flops.blackbox.tuner import ORDER, Tuner
+from flops.blackbox.tuning import Stepper
+from flops.errors import FlopsError
+from flops.estimators import SPSA, LikelihoodRatio
+from flops.meetings import Work
+from flops.noise import generator
+from flops.shaping import Shaping
+from flops.tasks.prompt import LocalObjective
+
+TuneMethod = Literal["manual", "bp", "lr", "ops-lr", "spsa", "ops-spsa", "shaped-lr", "cma-es"]
+TUNE_METHODS: tuple[TuneMethod, ...] = get_args(TuneMethod)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a method needs to know.
+
+    Attributes:
+        name: Which one.
+        step_size: Learning rate of Adam; of cma-es its first standard deviation.
+        sigma: Noise scale, relative to z ~ N(0, 1).
+        queries: Mean queries per point and step.
+        batch: Points of a step.
+        seed: Key of noise and order.
+    """
+
+    name: TuneMethod
+    step_size: float
+    sigma: float = 0.01
+    queries: float = 60.0
+    batch: int = 64
+    seed: int = 0
+
+
+def stepper(
+    recipe: Recipe,
+    start: Tensor,
+    points: int,
+    parts: dict[str, tuple[int, ...]],
+    local: LocalObjective | None = None,
+) -> Stepper | None:
+    """What takes the steps of a method; None for the manual prompt."""
+    if recipe.name == "manual":
+        return None
+    if recipe.name == "cma-es":
+        return Evolution(
+            start, points, sigma=recipe.step_size, batch=recipe.batch, seed=recipe.seed
+        )
+    if recipe.name == "bp":
+        if local is None:
+            raise FlopsError("bp needs the model itself, not a service: give --model")
+        return Backpropagation(start, points, local, recipe)
+    estimator: Options = SPSA(recipe.sigma)
+    if "lr" in recipe.name:
+        shaping = Shaping() if recipe.name == "shaped-lr" else None
+        estimator = LikelihoodRatio(recipe.sigma, shaping=shaping)
+    learned = recipe.name in ("ops-lr", "ops-spsa", "shaped-lr")
+    allocator: Allocator = Gaussian() if learned else Equal()
+    return Tuner(
+        start,
+        points,
+        estimator=estimator,
+        queries=recipe.queries,
+        allocator=copy.deepcopy(allocator),
+        batch=recipe.batch,
+        learning_rate=recipe.step_size,
+        parts=parts,
+        seed=recipe.seed,
+    )
+
+
+class Backpropagation(Inquiry):
+    """Exact gradients of a local model, in the same batches with the same optimizer."""
+
+    def __init__(
+        self, start: Tensor, points: int, objective: LocalObjective, recipe: Recipe
+    ) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(start.detach().clone())
+        self.optimizer = torch.optim.Adam([self.theta], recipe.step_size)
+        self.points, self.batch, self.seed = points, min(recipe.batch, points), recipe.seed
+        self.local, self.steps = objective, 0
+
+    @property
+    def parameters(self) -> Tensor:
+        """As they are now."""
+        return self.theta.detach().clone()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in which every point comes once."""
+        return -(-self.points // self.batch)
+
+    def step_cost(self) -> int:
+        """It asks nothing."""
+        return 0
+
+    def stepping(self) -> Work[None]:
+        """One step, without a question."""
+        epoch, place = divmod(self.steps, self.steps_per_epoch)
+        order = torch.randperm(self.points, generator=generator(self.seed, epoch, ORDER))
+        points = order[place * self.batch : (place + 1) * self.batch]
+        self.optimizer.zero_grad()
+        self.local.losses(self.theta.expand(len(points), -1), points).mean().backward()
+        self.optimizer.step()
+        self.steps += 1
+        return
+        yield

@@ -1,0 +1,177 @@
+"""A tuning run: epochs of steps, validation after each, early stopping, one look at the test set.
+
+Everything it wants to know is a question, so that a journal can hold the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flops.blackbox.inquiry import Inquiry
+from flops.blackbox.objective import Question
+from flops.meetings import Work
+
+
+class Stepper(Protocol):
+    """What takes steps: `Tuner`, `Evolution`, backpropagation."""
+
+    steps: int
+
+    @property
+    def parameters(self) -> Tensor:
+        """As they are now."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every point comes once."""
+        ...
+
+    def step_cost(self) -> int:
+        """Rows that the next step asks for."""
+        ...
+
+    def stepping(self) -> Work[None]:
+        """One step: yields questions, is sent their losses."""
+        ...
+
+
+@dataclass(frozen=True)
+class Points:
+    """Positions of the three splits in the data set."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+@dataclass
+class Progress:
+    """Where a run is.
+
+    Attributes:
+        epoch: Epochs done.
+        steps: Steps done.
+        asked: Rows asked.
+        validation_loss: After the last epoch.
+        validation_accuracy: Likewise, in per cent.
+    """
+
+    epoch: int
+    steps: int
+    asked: int
+    validation_loss: float
+    validation_accuracy: float
+
+
+@dataclass
+class Tuning(Inquiry):
+    """Tune on the training points, keep what validates best, test that once.
+
+    Args:
+        stepper: Takes the steps; None tests the parameters as they are.
+        start: Parameters to start from, shape (d,).
+        points: The splits.
+        epochs: At most.
+        patience: Epochs without a better validation loss after which the run stops; 0 never stops.
+        budget: Rows that the run may ask in all, validation and test included; None for no limit.
+        embed: Called with the start's logits of the training points, for allocators that compare.
+        notify: Called after each epoch.
+
+    Attributes:
+        history: One entry for the start and each epoch.
+        best: Parameters with the best validation loss.
+        stopped: Why it ended: "epochs", "patience" or "budget".
+        test_loss: Of the best parameters, NaN before the end.
+        test_accuracy: Likewise, in per cent.
+    """
+
+    stepper: Stepper | None
+    start: Tensor
+    points: Points
+    epochs: int = 50
+    patience: int = 10
+    budget: int | None = None
+    embed: Callable[[Tensor], None] | None = None
+    notify: Callable[[Progress], None] | None = None
+    history: list[Progress] = field(default_factory=list, init=False)
+    stopped: str = field(default="", init=False)
+    test_loss: float = field(default=float("nan"), init=False)
+    test_accuracy: float = field(default=float("nan"), init=False)
+
+    wants_columns = True
+
+    def __post_init__(self) -> None:
+        """Nothing was asked yet."""
+        Inquiry.__init__(self)
+        self.best = self.start
+
+    def work(self) -> Work[None]:
+        """All questions of the run."""
+        if self.embed is not None:
+            seen = yield self._all(self.start, self.points.train, "embed")
+            self.embed(seen[:, 2:])
+        least = yield from self._validate(0)
+        waited, epoch = 0, 0
+        while self.stepper is not None and epoch < self.epochs:
+            for _ in range(self.stepper.steps_per_epoch):
+                if not self._affords(self.stepper.step_cost()):
+                    self.stopped = "budget"
+                    break
+                yield from losses_of(self.stepper.stepping())
+            epoch += 1
+            loss = yield from self._validate(epoch)
+            if loss < least:
+                least, waited, self.best = loss, 0, self.stepper.parameters
+            else:
+                waited += 1
+            if not self.stopped and self.patience and waited >= self.patience:
+                self.stopped = "patience"
+            if self.stopped:
+                break
+        self.stopped = self.stopped or "epochs"
+        seen = yield self._all(self.best, self.points.test, "test")
+        self.test_loss, self.test_accuracy = _mean(seen)
+
+    def _affords(self, step: int) -> bool:
+        """Whether a step, validation after it and the test can be paid for."""
+        if self.budget is None:
+            return True
+        reserve = len(self.points.validation) + len(self.points.test)
+        return self.asked + step + reserve <= self.budget
+
+    def _validate(self, epoch: int) -> Work[float]:
+        now = self.start if self.stepper is None else self.stepper.parameters
+        seen = yield self._all(now, self.points.validation, "validation")
+        loss, accuracy = _mean(seen)
+        steps = 0 if self.stepper is None else self.stepper.steps
+        # The rows of this question are counted when it is told, which is now.
+        self.history.append(Progress(epoch, steps, self.asked, loss, accuracy))
+        if self.notify is not None:
+            self.notify(self.history[-1])
+        return loss
+
+    def _all(self, parameters: Tensor, points: Tensor, kind: str) -> Question:
+        return Question(parameters.expand(len(points), -1), points, kind)
+
+
+def losses_of(work: Work[None]) -> Work[None]:
+    """Work that is sent losses, for one who has answers with several columns."""
+    sent: Any = None
+    while True:
+        try:
+            question = work.send(sent)
+        except StopIteration:
+            return
+        sent = None if question is None else (yield question)[:, 0]
+
+
+def _mean(seen: Tensor) -> tuple[float, float]:
+    """Mean loss, and hits in per cent (NaN for an objective that does not say)."""
+    hits = seen[:, 1] if seen.size(1) > 1 else torch.full((1,), torch.nan)
+    return float(seen[:, 0].double().mean()), 100 * float(hits.double().mean())
