@@ -24,6 +24,7 @@ from flops.launch import launched
 from flops.serve_command import Serve
 from flops.shaping import Shaping
 from flops.study_command import Study
+from flops.tune_command import Tune
 
 if TYPE_CHECKING:
     from flops.tasks.vision import Split
@@ -145,6 +146,7 @@ def _commands(arguments: list[str]) -> Any:
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Study, tyro.conf.subcommand("study")]
         | Annotated[Serve, tyro.conf.subcommand("serve")]
+        | Annotated[Tune, tyro.conf.subcommand("tune")]
     )
 
 

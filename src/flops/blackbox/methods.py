@@ -46,7 +46,7 @@ class Recipe:
     Attributes:
         name: Which one.
         step_size: Learning rate of Adam; of cma-es its first standard deviation.
-        sigma: Noise scale, relative to z ~ N(0, 1).
+        sigma: Noise scale of the prompts' numbers.
         queries: Mean queries per point and step.
         batch: Points of a step.
         seed: Key of noise and order.

@@ -3,10 +3,10 @@
     p = z W,   z_T of shape (m_T, d_T), z_I of shape (m_I, d_I)
 
 W are frozen Gaussian projections, one for each modality, with entries of variance s^2/d, so that
-z ~ N(0, 1), from which tuning starts, makes prompts as large as the vectors they stand among: s is
-.02 for texts (CLIP's own for new tokens) and .3 for images. (From z = 0 image prompts would be
-equal, and at the point where LayerNorm has no derivative.) With ``single`` there is one vector for
-each modality, d_T + d_I numbers in all, and W makes all of its prompt vectors at once.
+z ~ N(0, 1) makes prompts as large as the vectors they stand among: s is .02 for texts (CLIP's own
+for new tokens) and .3 for images. Tuning starts from z ~ N(0, .3^2). (From z = 0 image prompts
+would be equal, and at the point where LayerNorm has no derivative.) With ``single`` there is one
+vector for each modality, d_T + d_I numbers in all, and W makes all of its prompt vectors at once.
 
 An objective turns z into prompts and asks for logits; the loss is the cross-entropy of the right
 class, which stays with whoever tunes.
@@ -45,6 +45,7 @@ class PromptSpace:
         single: One z for each modality instead of one for each prompt vector.
         text_scale: s of the text prompts.
         image_scale: s of the image prompts.
+        spread: Standard deviation of the numbers at the start.
         seed: Key of the projections and the start.
     """
 
@@ -57,14 +58,13 @@ class PromptSpace:
     single: bool = False
     text_scale: float = 0.02
     image_scale: float = 0.3
+    spread: float = 0.3
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        if min(self.text_tokens, self.image_tokens) < 0 or not (
-            self.text_tokens or self.image_tokens
-        ):
-            raise FlopsError("there must be a text or an image prompt vector to tune")
+        if min(self.text_tokens, self.image_tokens) < 0:
+            raise FlopsError("text_tokens and image_tokens must not be negative")
         if min(self.text_dimensions, self.image_dimensions) < 1:
             raise FlopsError("text_dimensions and image_dimensions must be at least 1")
 
@@ -98,11 +98,12 @@ class PromptSpace:
 
     def start(self) -> Tensor:
         """Where tuning starts, shape (size,)."""
-        return torch.randn(self.size, generator=generator(self.seed, 18))
+        return torch.randn(self.size, generator=generator(self.seed, 18)) * self.spread
 
     def prompts(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Text and image prompts, shapes (Q, m_T, text_width) and (Q, m_I, image_width)."""
-        cut = z.split([rows * columns for rows, columns in self.parts.values()], dim=1)
+        sizes = [rows * columns for rows, columns in self.parts.values()]
+        cut = z.split(sizes, dim=1) if sizes else ()
         found = {}
         for part, (name, shape) in zip(cut, self.parts.items(), strict=True):
             projected = part.reshape(len(z), *shape) @ self.projections[name]

@@ -1,0 +1,94 @@
+"""A service of one's own: `flops serve` in a process beside this one, started again if it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flops.errors import FlopsError
+
+WAIT = 120.0  # seconds to start in: loading a model takes a while
+
+
+class LocalService:
+    """`flops serve` on a free port of this machine, for as long as the context is open.
+
+    Args:
+        ledger: File of its answers: it must outlive the process for repeats to be free.
+        options: Further options of `flops serve`.
+
+    Attributes:
+        url: Where it answers.
+        restarts: How often it had to be started again.
+    """
+
+    def __init__(self, ledger: Path, options: Sequence[str] = ()) -> None:
+        self._ledger, self._options = ledger, list(options)
+        self._closing = threading.Event()
+        self.url, self.restarts, self._port = "", 0, 0
+
+    def __enter__(self) -> LocalService:
+        self._process = self._start()
+        self._guard = threading.Thread(target=self._watch, daemon=True)
+        self._guard.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._guard.join(20)
+
+    @property
+    def process(self) -> int:
+        """Its process id, as it is now."""
+        return self._process.pid
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._ledger.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "flops", "serve", "--json", "--rate", "0"]
+        command += ["--port", str(self._port), "--ledger", str(self._ledger), *self._options]
+        log = self._ledger.with_suffix(".log")
+        with log.open("a") as errors:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            )
+        assert process.stdout is not None
+        late = threading.Timer(WAIT, process.kill)
+        late.start()
+        line = process.stdout.readline()
+        late.cancel()
+        if not line:
+            process.wait()
+            said = log.read_text()[-500:].strip()
+            raise FlopsError(f"the service did not start: {said or 'it said nothing'}")
+        self.url = json.loads(line)["url"]
+        self._port = int(self.url.rsplit(":", 1)[1])
+        return process
+
+    def _watch(self) -> None:
+        """Start it again on the same port; whoever waits for an answer asks again."""
+        while not self._closing.is_set():
+            self._process.wait()
+            if self._closing.is_set():
+                return
+            self.restarts += 1
+            try:
+                self._process = self._start()
+            except FlopsError:
+                if self.restarts > 5:
+                    return
+                time.sleep(1.0)

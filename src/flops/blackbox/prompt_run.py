@@ -1,0 +1,166 @@
+"""One run of `flops tune`: a method, a step size, a seed; a folder with its journal and results."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from flops.allocators.base import Learner
+from flops.blackbox.answering import Answering, KeyedObjective
+from flops.blackbox.client import ServiceClient
+from flops.blackbox.journal import Journal
+from flops.blackbox.methods import Recipe, stepper
+from flops.blackbox.tuner import Tuner
+from flops.blackbox.tuning import Progress, Tuning
+from flops.tasks.clip import PromptedClip
+from flops.tasks.few import FewShots
+from flops.tasks.prompt import LocalObjective, PromptSpace, ServiceObjective
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a command have in common; see `flops tune --help`."""
+
+    space: PromptSpace
+    epochs: int
+    patience: int
+    budget: int | None
+    part: int
+    concurrency: int
+
+
+@dataclass(frozen=True, eq=False)
+class Whom:
+    """Whom a run asks: a service, or for backpropagation the model itself."""
+
+    client: ServiceClient
+    points: str
+    model: PromptedClip | None = None
+
+
+def tune(
+    folder: Path,
+    recipe: Recipe,
+    settings: Settings,
+    shots: FewShots,
+    whom: Whom,
+    *,
+    identity: dict[str, Any],
+    notify: Callable[[Progress], None] | None = None,
+    answered: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Run it, or go on where it was stopped, and write what was found.
+
+    Args:
+        folder: Of this run.
+        recipe: Method, step size, seed.
+        settings: Common to all runs.
+        shots: The data.
+        whom: Whom to ask.
+        identity: Model and data, so that a journal of others is refused.
+        notify: Told after each epoch.
+        answered: Told the number of rows whenever some were answered.
+
+    Returns:
+        The result, as in result.json.
+    """
+    done = folder / "result.json"
+    about = {**asdict(recipe), **asdict(settings), **identity}
+    journal = Journal(folder / "journal.sqlite", about)
+    try:
+        if done.exists():
+            kept: dict[str, Any] = json.loads(done.read_text())
+            return kept
+        local, objective, space = None, None, settings.space
+        if recipe.name == "manual":  # no prompt vectors at all
+            space = replace(space, text_tokens=0, image_tokens=0)
+        if recipe.name == "bp":
+            assert whom.model is not None
+            images = whom.model.prepare(shots.pixels)
+            objective = local = LocalObjective(whom.model, images, shots.labels, space)
+        asked: KeyedObjective = objective or ServiceObjective(
+            whom.client, whom.points, shots.labels, space
+        )
+        start = space.start()
+        steps = stepper(recipe, start, len(shots.points.train), space.parts, local)
+        compares = isinstance(steps, Tuner) and isinstance(steps.allocator, Learner)
+
+        def embed(logits: Any) -> None:
+            assert isinstance(steps, Tuner)
+            steps.embeddings = logits
+
+        run = Tuning(
+            steps,
+            start,
+            shots.points,
+            0 if recipe.name == "manual" else settings.epochs,
+            settings.patience,
+            settings.budget,
+            embed if compares else None,
+            notify,
+        )
+        answering = Answering(
+            asked,
+            journal,
+            settings.budget,
+            settings.part,
+            settings.concurrency,
+            answered,
+        )
+        _drive(run, answering, journal, whom.client)
+        save_file(
+            {"z": run.best, **{n: w.contiguous() for n, w in space.projections.items()}},
+            folder / "prompts.safetensors",
+        )
+        result = _result(recipe, run, journal)
+        lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in run.history)
+        (folder / "metrics.jsonl").write_text(lines)
+        scratch = done.with_suffix(".part")
+        scratch.write_text(json.dumps(result, indent=1) + "\n")
+        scratch.rename(done)
+        return result
+    finally:
+        journal.close()
+
+
+def _drive(run: Tuning, answering: Answering, journal: Journal, client: ServiceClient) -> None:
+    """Ask and tell; requests, retries and seconds are counted over all processes of the run."""
+    before, began = client.counts, time.perf_counter()
+    while not run.done:
+        run.tell(answering.answer(run.ask()))
+        now, clock = client.counts, time.perf_counter()
+        for name in ("requests", "retries"):
+            if now[name] > before[name]:
+                journal.count(name, now[name] - before[name])
+        journal.count("seconds", clock - began)
+        before, began = now, clock
+
+
+def _result(recipe: Recipe, run: Tuning, journal: Journal) -> dict[str, Any]:
+    best = min(run.history, key=lambda entry: entry.validation_loss)
+    counted, paid = journal.counters(), journal.paid()
+    return {
+        "method": recipe.name,
+        "step_size": recipe.step_size,
+        "seed": recipe.seed,
+        "accuracy": run.test_accuracy,
+        "loss": run.test_loss,
+        "validation_accuracy": best.validation_accuracy,
+        "validation_loss": best.validation_loss,
+        "epochs": run.history[-1].epoch,
+        "best_epoch": best.epoch,
+        "stopped": run.stopped,
+        "queries": paid["queries"],
+        "texts": paid.get("texts", 0),
+        "images": paid.get("images", 0),
+        "requests": int(counted.get("requests", 0)),
+        "retries": int(counted.get("retries", 0)),
+        "replays": paid.get("replays", 0),
+        "seconds": counted.get("seconds", 0.0),
+    }

@@ -1,0 +1,108 @@
+"""Table, differences and plot of `flops tune`, in the layout of the paper's table of prompts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flops.report.metrics import paired
+from flops.report.sheet import Sheet
+
+Result = Mapping[str, Any]
+
+
+def table(results: Sequence[Result], methods: Sequence[str], price: float | None) -> Sheet:
+    """Accuracy and what it took, mean over the seeds."""
+    header = ["method", "accuracy, %", "step size", "queries", "texts", "requests", "retries", "s"]
+    header += [] if price is None else ["price"]
+    rows = []
+    for method in methods:
+        runs = [r for r in results if r["method"] == method and r["chosen"]]
+        size = "" if method == "manual" else f"{runs[0]['step_size']:g}"
+        cells = [method, spread([r["accuracy"] for r in runs]), size]
+        for name in ("queries", "texts", "requests", "retries"):
+            cells.append(f"{statistics.mean(r[name] for r in runs):,.0f}")
+        cells.append(f"{statistics.mean(r['seconds'] for r in runs):.1f}")
+        if price is not None:
+            paid = 0.0 if method == "bp" else statistics.mean(r["queries"] for r in runs)
+            cells.append(f"{paid / 1000 * price:,.2f}")
+        rows.append(cells)
+    seeds = max(sum(1 for r in results if r["method"] == m and r["chosen"]) for m in methods)
+    note = (
+        "Test images, once, with the prompts that validate best. Queries: rows that were paid for, "
+        "validation and test included; texts: class texts that the service encoded for them. bp "
+        "asks a model of its own."
+    )
+    many = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "1 seed"
+    return Sheet(f"Prompts of a black box, {many}", header, rows, note)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean, and the standard deviation if there are several."""
+    mean = statistics.mean(values)
+    return f"{mean:.1f}" if len(values) < 2 else f"{mean:.1f} ± {statistics.stdev(values):.1f}"
+
+
+def differences(results: Sequence[Result]) -> Sheet | None:
+    """Paired by seed, with 95 % intervals; None if there is one seed or one method."""
+    by: dict[str, dict[int, float]] = {}
+    for r in results:
+        if r["chosen"]:
+            by.setdefault(r["method"], {})[r["seed"]] = r["accuracy"]
+    pairs = [
+        ("ops-lr", "lr"),
+        ("ops-spsa", "spsa"),
+        *(("shaped-lr", m) for m in ("lr", "ops-lr", "spsa", "ops-spsa", "cma-es", "bp")),
+        *((m, "manual") for m in ("lr", "ops-lr", "ops-spsa", "shaped-lr")),
+    ]
+    rows = []
+    for one, other in pairs:
+        if one not in by or other not in by:
+            continue
+        fixed = by[other] if other != "manual" else dict.fromkeys(by[one], by[other][0])
+        both = sorted(by[one].keys() & fixed.keys())
+        if len(both) < 2:
+            continue
+        gap = paired([by[one][s] for s in both], [fixed[s] for s in both])
+        rows.append([f"{one} - {other}", f"{gap.mean:+.1f} ± {gap.half:.1f}"])
+    if not rows:
+        return None
+    return Sheet("Differences in accuracy", ["", "points"], rows, "Paired by seed, 95 % intervals.")
+
+
+def plot(folder: Path, results: Sequence[Result]) -> Path:
+    """Validation accuracy by queries, of the runs that are reported."""
+    from flops.tasks.optional import require
+
+    matplotlib = require("matplotlib", "plots")
+    matplotlib.use("Agg")
+    figure = require("matplotlib.figure", "plots").Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    colours: dict[str, str] = {}
+    for r in results:
+        if not r["chosen"] or r["method"] == "manual":
+            continue
+        name = f"{r['method']}-{r['step_size']:g}-seed{r['seed']}"
+        written = (folder / name / "metrics.jsonl").read_text().splitlines()
+        lines = [json.loads(line) for line in written]
+        new = r["method"] not in colours
+        colour = colours.setdefault(r["method"], f"C{len(colours)}")
+        axes.plot(
+            [line["asked"] for line in lines],
+            [line["validation_accuracy"] for line in lines],
+            color=colour,
+            alpha=0.8,
+            label=r["method"] if new else None,
+        )
+    for r in results:
+        if r["method"] == "manual":
+            axes.axhline(r["validation_accuracy"], color="grey", linestyle=":", label="manual")
+    axes.set_xlabel("queries")
+    axes.set_ylabel("validation accuracy, %")
+    axes.legend(frameon=False)
+    path = folder / "validation.png"
+    figure.savefig(path, dpi=150)
+    return path
