@@ -33,6 +33,7 @@ PARTS = {
     "gain": "cosine to the exact gradient with each allocator",
     "allocator": "share of a step that an allocator takes",
     "shaping": "what shaped noise adds to a step",
+    "prompts": "where the gradient of a prompt lives, and what estimators see of it",
     "service": "rows per second of `flops serve` under load over those of the model alone",
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
 }

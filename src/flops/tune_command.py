@@ -34,7 +34,7 @@ class Tune:
     For example:
 
     $ flops tune
-    $ flops tune --methods manual shaped-lr --seeds 5 --output runs/five
+    $ flops tune --methods manual lr cma-es --step-sizes 0.03 0.1 0.3 --seeds 5 --workers 2
     $ flops tune --budget 20000 --price 0.5    # a hard cap, and what it costs
     $ API_KEY=secret flops tune --url https://models.example.org --api-key-env API_KEY
     $ flops tune --preset paper --model openai/clip-vit-base-patch32 --data food101
@@ -50,7 +50,7 @@ class Tune:
     seeds: int = 1
     """Runs of each method."""
     step_sizes: tuple[float, ...] | None = None
-    """Learning rates to choose from; for cma-es first standard deviations."""
+    """Learning rates to choose from on the first seed; for cma-es first standard deviations."""
     sigma: float | None = None
     """Noise scale, where the prompts' numbers start as N(0, 0.3^2)."""
     queries: float | None = None
@@ -130,10 +130,10 @@ class Tune:
     def _checked(self) -> Tune:
         """With the preset filled in."""
         values = {
-            "tiny": {"queries": 20.0, "epochs": 14, "dimensions": 64, "sigma": 0.01},
+            "tiny": {"queries": 20.0, "epochs": 20, "dimensions": 64, "sigma": 0.01},
             "paper": {"queries": 60.0, "epochs": 50, "dimensions": 1000, "sigma": 0.01},
         }[self.preset]
-        sizes: Sequence[float] = (0.03, 0.1, 0.3) if self.preset == "tiny" else (1e-4,)
+        sizes: Sequence[float] = (0.1,) if self.preset == "tiny" else (1e-4,)
         filled = {n: v for n, v in values.items() if getattr(self, n) is None}
         chosen = replace(self, **filled)  # type: ignore[arg-type]
         if chosen.step_sizes is None:

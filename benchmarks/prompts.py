@@ -1,0 +1,117 @@
+"""Prompts: where the gradient of a prompt lives, and what the estimators see of it.
+
+The bundled CLIP on its hazy shots, with the settings of `flops tune`. Along a run of
+backpropagation, looked at after every epoch:
+
+- spread: mean squared length of the points' gradients over that of their mean. Noise that every
+  point draws for itself is paid for by the former, and only the latter is wanted.
+- dimensions: how many directions hold 95 % of the points' energy (of 704).
+- stale: share of the points' energy in the best 15 directions of 8 steps before.
+
+And along runs of likelihood ratio, isotropic and shaped: the cosine to the exact gradient of the
+batch, how much of that gradient's length the estimate has along it, and the captured energy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+from flops import LikelihoodRatio, Shaping
+from flops.allocators import Equal
+from flops.blackbox.objective import Question
+from flops.blackbox.tuner import Tuner
+from flops.tasks.clip import PromptedClip
+from flops.tasks.few import few_shots
+from flops.tasks.prompt import LocalObjective, PromptSpace
+
+EPOCHS, BATCH, RATE, SIGMA = 14, 64, 0.1, 0.01
+LAG, TOP = 8, 15
+
+
+def objective() -> tuple[LocalObjective, Tensor]:
+    """The model in this process, and the training points."""
+    model, shots = PromptedClip.load(), few_shots()
+    space = PromptSpace(model.text_width, model.image_width, 12, 10, 32, 32)
+    images = model.prepare(shots.pixels)
+    return LocalObjective(model, images, shots.labels, space), shots.points.train
+
+
+def gradients(local: LocalObjective, z: Tensor, points: Tensor) -> Tensor:
+    """Of every point's loss, shape (n, d)."""
+    rows = z.detach().expand(len(points), -1).clone().requires_grad_()
+    return torch.autograd.grad(local.losses(rows, points).sum(), rows)[0]
+
+
+def geometry(local: LocalObjective, train: Tensor) -> dict[str, float]:
+    """Along a run of backpropagation, medians over its epochs but the first two."""
+    z = local.space.start().requires_grad_()
+    optimizer = torch.optim.Adam([z], RATE)
+    found: dict[str, list[float]] = {"spread": [], "dimensions": [], "stale": []}
+    past: list[Tensor] = []
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))
+        for points in train[order].split(BATCH):
+            whole = gradients(local, z, train)
+            _, sizes, directions = torch.linalg.svd(whole, full_matrices=False)
+            past.append(directions[:TOP])
+            if epoch > 1 and len(past) > LAG:
+                mean = whole.mean(0).square().sum()
+                energy = sizes.square().cumsum(0) / sizes.square().sum()
+                seen = (whole @ past[-1 - LAG].T).square().sum() / whole.square().sum()
+                found["spread"].append(float(whole.square().sum(1).mean() / mean))
+                found["dimensions"].append(int((energy < 0.95).sum()) + 1)
+                found["stale"].append(float(seen))
+            z.grad = gradients(local, z, points).mean(0)
+            optimizer.step()
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def estimates(
+    local: LocalObjective, train: Tensor, estimator: LikelihoodRatio, queries: int
+) -> dict[str, float]:
+    """Along a run of an estimator, means from the third epoch on."""
+    tuner = Tuner(
+        local.space.start(),
+        len(train),
+        lambda z, points: local.answer(Question(z, points), "").columns,
+        estimator=estimator,
+        queries=queries,
+        allocator=Equal(),
+        learning_rate=RATE,
+        parts=local.space.parts,
+    )
+    found: dict[str, list[float]] = {"cosine": [], "length": [], "captured": []}
+    for _ in range(EPOCHS * tuner.steps_per_epoch):
+        points = tuner._batch(tuner.steps)
+        exact = gradients(local, tuner.theta, points).mean(0)
+        before: list[Tensor] = []
+        handle = tuner.optimizer.register_step_pre_hook(
+            lambda *_, kept=before: kept.append(tuner.theta.grad.clone())  # type: ignore[union-attr]
+        )
+        report = tuner.step()
+        handle.remove()
+        if tuner.steps > 2 * tuner.steps_per_epoch:
+            found["cosine"].append(float(F.cosine_similarity(before[0], exact, 0)))
+            found["length"].append(float(before[0] @ exact / exact.square().sum()))
+            shaped = [s.captured for s in report.shaping.values()]
+            found["captured"] += shaped
+    columns = local.answer(Question(tuner.parameters.expand(len(train), -1), train), "").columns
+    means = {name: statistics.fmean(values) for name, values in found.items() if values}
+    return means | {"training loss": float(columns[:, 0].mean())}
+
+
+def run() -> dict[str, Any]:
+    """Geometry, and cosines by estimator."""
+    local, train = objective()
+    results: dict[str, Any] = {"gradients along backpropagation": geometry(local, train)}
+    cases = [(n, q) for q in (20, 60) for n in ("isotropic", "shaped")]
+    for name, queries in track(cases, description="prompts", transient=True):
+        estimator = LikelihoodRatio(SIGMA, shaping=Shaping() if name == "shaped" else None)
+        results[f"{name}, {queries} queries"] = estimates(local, train, estimator, queries)
+    return results
