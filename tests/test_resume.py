@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flops import checkpoints, results, trainer
+from flops import checkpoints, classifying, results
 from flops.checkpoints import CheckpointError
 from flops.cli import main
 from flops.errors import FlopsError
@@ -239,7 +239,7 @@ def test_one_process_at_a_time_and_the_same_data(
         return dataclasses.replace(images.load(*given, **options), classes=names)
 
     with monkeypatch.context() as changed:
-        changed.setattr(trainer, "load", renamed)
+        changed.setattr(classifying, "load", renamed)
         with pytest.raises(FlopsError, match="labels or classes"):
             train(config, resume=True)
     (tmp_path / "metrics.jsonl").write_text("")

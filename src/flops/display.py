@@ -162,14 +162,9 @@ class _Recent:
 
 def opening(trainer: Trainer, folder: Path | None) -> str:
     """What is trained on what, in one line."""
-    config, data = trainer.config, trainer.data
-    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     where = f", in {folder}" if folder is not None else ""
     again = f", from step {trainer.progress.step}" if trainer.progress.step else ""
-    return (
-        f"{config.model} ({trainable:,} parameters) on {data.name} ({len(data.train):,} images, "
-        f"{len(data.classes)} classes) with {config.method}{where}{again}"
-    )
+    return f"{trainer.task.title} with {trainer.config.method}{where}{again}"
 
 
 def closing(result: Result) -> str:

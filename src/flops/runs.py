@@ -29,7 +29,8 @@ from torch import Tensor
 from flops import checkpoints
 from flops.environment import environment
 from flops.errors import FlopsError
-from flops.options import Config, from_dict, read_file
+from flops.options import Config
+from flops.settings import RunConfig, Settings, merged, read_file
 
 LATER = "unfinished-"  # files on their way
 
@@ -52,7 +53,7 @@ class RunFolder:
         self._metrics: BufferedWriter = (path / "metrics.jsonl").open("ab")
 
     @classmethod
-    def create(cls, path: Path, config: Config) -> RunFolder:
+    def create(cls, path: Path, config: RunConfig) -> RunFolder:
         """A new run.
 
         Raises:
@@ -81,7 +82,7 @@ class RunFolder:
             RunFolderError: If this is no run, or another process is at it.
             CheckpointError: If the checkpoint is damaged.
         """
-        read_config(path)
+        check_run(path)
         before, now = read_file(path / "environment.json"), environment()
         versions = before.get("packages", {})
         changed = [name for name, v in now["packages"].items() if v != versions.get(name)]
@@ -163,8 +164,8 @@ def is_run(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def read_config(path: Path) -> Config:
-    """The settings of a run.
+def check_run(path: Path) -> None:
+    """Refuse a folder in which no run was started.
 
     Raises:
         RunFolderError: If there is no run.
@@ -173,10 +174,25 @@ def read_config(path: Path) -> Config:
         raise RunFolderError(
             f"{path} holds no run (there is no config.json); start one without --resume"
         )
-    return from_dict(read_file(path / "config.json"))
 
 
-def new_folder(config: Config, base: Path = Path("runs")) -> Path:
+def read_config(path: Path) -> Config:
+    """The settings of a run of `flops finetune`; errors as `read_settings`."""
+    return read_settings(path, Config())
+
+
+def read_settings(path: Path, defaults: Settings) -> Settings:
+    """The settings of a run; those that it does not have are the defaults.
+
+    Raises:
+        RunFolderError: If there is no run.
+        ConfigError: If its settings are not of this kind.
+    """
+    check_run(path)
+    return merged(defaults, read_file(path / "config.json"))
+
+
+def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:
     """A name that is free, made of data, method and seed."""
     names = (config.data, config.method, f"seed{config.seed}")
     name = "-".join(Path(part).name or "root" for part in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
@@ -9,18 +10,13 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from flops.classifying import clip_attention, loss_fn, measure
 from flops.devices import find_device
 from flops.distributed import Team
 from flops.errors import FlopsError
-from flops.methods import engine
 from flops.noise import generator
-from flops.options import Config
 from flops.progress import Evaluation, Progress, budget_mark, epoch_mark
+from flops.settings import RunConfig
 from flops.step_report import StepReport
-from flops.tasks.images import ImageData, ImageFormat, load
-from flops.tasks.models import image_format, load_model
-from flops.tasks.weights import warn_of_other_classes
 
 ORDER = 0x0D0E  # sets the order of the points apart from other uses of the seed
 LOOK = 16  # rows by which the engine finds out how the model is built
@@ -33,19 +29,19 @@ class Trainer:
         config: What to train.
 
     Attributes:
+        task: Model and data.
         team: Processes that train together.
         latest: Queries that each training point got when it was last seen, over all groups;
             -1 for a point that was not seen yet.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.config, self.team = config, Team.find("auto")
-        self.device = find_device(config.device)
-        self.model, self.format, self.data = _load(config)
-        self.model.to(self.device).eval()
+        self.task = config.open(find_device(config.device))
+        self.model, self.data = self.task.model, self.task.data
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _optimizer(config, trainable)
-        self.fg = engine(self.model, loss_fn, config.recipe(), seed=config.seed, chunk=config.chunk)
+        self.fg = self.task.engine()
         self.progress = Progress()
         self.latest = torch.full((len(self.data.train),), -1)
         self._order: tuple[int, list[Tensor]] = (-1, [])
@@ -73,22 +69,18 @@ class Trainer:
         pay twice.
         """
         rows = self.batches[0][:LOOK]
-        pixels, labels = self._batch(rows)
-        with self.fg.session(pixels, labels, index=rows, skip=True) as session:
+        with self.fg.session(*self.task.batch(rows), index=rows, skip=True) as session:
             self.progress.charge("probe", float(session.probe) + session.cost)
-
-    def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        pixels, labels = self.data.train.batch(rows)
-        return pixels.to(self.device), labels.to(self.device)
 
     def step(self) -> dict[str, Any]:
         """One step; returns its line for the metrics."""
         rows = self.batches[self.progress.position]
-        pixels, labels = self._batch(rows)
+        inputs, targets = self.task.batch(rows)
         self.optimizer.zero_grad()
-        report = self.fg.estimate(pixels, labels, index=rows)
-        if self.config.clip_attention is not None:
-            clip_attention(self.model, self.config.clip_attention)
+        report = self.fg.estimate(inputs, targets, index=rows)
+        self.task.limit_gradients()
+        if self.config.schedule == "cosine":  # from the state alone, so that a run can go on
+            self._set_rate(0.5 * (1 + math.cos(math.pi * self.fraction())))
         self.optimizer.step()
         self.latest[rows] = sum(report.counts.values(), torch.zeros(len(rows), dtype=torch.long))
         self.progress.add(report, len(rows))
@@ -96,6 +88,10 @@ class Trainer:
         if self.progress.position == len(self.batches):
             self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
         return line
+
+    def _set_rate(self, share: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = share * self.config.learning_rate
 
     def _line(self, report: StepReport, points: int) -> dict[str, Any]:
         progress = self.progress
@@ -159,11 +155,10 @@ class Trainer:
 
     def evaluate(self, marks: list[str]) -> Evaluation:
         """Look at the validation split, and at a stop, if asked, at the test split."""
-        how = (self.config.batch, self.device, self.team)
-        accuracy, loss = measure(self.model, self.data.validation, *how)
+        accuracy, loss = self.task.measure(self.data.validation, self.team)
         test = None
         if self.config.test and set(marks) & set(self.stops):
-            test, _ = measure(self.model, self.data.test, *how)
+            test, _ = self.task.measure(self.data.test, self.team)
         progress = self.progress
         found = Evaluation(
             progress.step,
@@ -179,6 +174,11 @@ class Trainer:
         progress.evaluations.append(found)
         return found
 
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights without the frozen ones, which are where they came from."""
+        frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
+        return {n: value for n, value in self.model.state_dict().items() if n not in frozen}
+
     def state_dict(self) -> dict[str, Any]:
         """Everything beside the model's weights."""
         return {
@@ -191,11 +191,10 @@ class Trainer:
         }
 
     def _digest(self) -> int:
-        """A number that changes when classes or the labels of any split do."""
-        data = self.data
-        found = crc32("\n".join(data.classes).encode())
-        for split in (data.train, data.validation, data.test):
-            found = crc32(split.labels.long().cpu().numpy().tobytes(), found)
+        """A number that changes when the contents of the data do, such as labels and classes."""
+        found = 0
+        for content in self.task.contents():
+            found = crc32(content, found)
         return found
 
     def load_state_dict(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -216,48 +215,17 @@ class Trainer:
                 f"labels or classes of '{self.config.data}' are not those that the run was started "
                 "with; restore the data, or start a new run"
             )
-        self.model.load_state_dict(weights)
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        if unexpected or trained & set(missing):
+            raise FlopsError("the checkpoint is of another model; start a new run")
         self.fg.load_state_dict(state["engine"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress.from_dict(state["progress"])
         self.latest = state["latest"].clone()
 
 
-def load_data(config: Config, format: ImageFormat) -> ImageData:
-    """The data of a configuration, in a model's format; errors as `flops.tasks.images.load`."""
-    return load(
-        config.data,
-        format,
-        image_column=config.image_column,
-        label_column=config.label_column,
-        split_column=config.split_column,
-        splits=config.named_splits(),
-        config=config.data_config,
-        strict=config.strict,
-        limit=config.limit,
-    )
-
-
-def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
-    try:
-        # The data want the model's format, and the model's head wants the number of classes.
-        data = load_data(config, image_format(config.model))
-        if len(data.classes) < 2:
-            raise ValueError(
-                f"'{config.data}' has the class '{data.classes[0]}' and no other: there is nothing "
-                "to learn"
-            )
-        model, format = load_model(
-            config.model, len(data.classes), seed=config.seed, head=config.head
-        )
-        if config.head == "kept":
-            warn_of_other_classes(model, data.classes)
-    except (OSError, ValueError, ImportError) as error:
-        raise FlopsError(str(error)) from error
-    return model, format, data
-
-
-def _optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, rate, weight_decay=decay)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from flops.distributed import Team
 from flops.launch import joined, share
-from flops.options import Config, ConfigError
 from flops.progress import Evaluation, Result
 from flops.results import write_results
 from flops.runs import RunFolder, check_free
+from flops.settings import ConfigError, RunConfig
 from flops.stopping import Stopping
 from flops.trainer import Trainer
 
@@ -57,7 +57,7 @@ class Silence:
 
 
 def train(
-    config: Config,
+    config: RunConfig,
     *,
     resume: bool = False,
     checkpoint: str = "last",
@@ -89,7 +89,7 @@ def train(
         return _train(config, resume, checkpoint, display or Silence(), team)
 
 
-def _train(config: Config, resume: bool, checkpoint: str, shown: Display, team: Team) -> Result:
+def _train(config: RunConfig, resume: bool, checkpoint: str, shown: Display, team: Team) -> Result:
     path = None if config.output is None else Path(config.output)
     folder, restored = None, None
     if path is not None and resume:
@@ -137,7 +137,7 @@ def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping
             display.evaluation(trainer, found)
         finished = trainer.finished()
         if folder is not None and clock.due(trainer.progress.step, finished):
-            folder.save(trainer.progress.step, trainer.model.state_dict(), trainer.state_dict())
+            folder.save(trainer.progress.step, trainer.weights(), trainer.state_dict())
         if finished:
             return
         line = trainer.step()
@@ -146,7 +146,7 @@ def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping
         display.step(trainer, line)
         if trainer.team.any(stopping.asked):  # all at the same step
             if folder is not None:
-                folder.save(trainer.progress.step, trainer.model.state_dict(), trainer.state_dict())
+                folder.save(trainer.progress.step, trainer.weights(), trainer.state_dict())
             raise KeyboardInterrupt
 
 
@@ -172,7 +172,7 @@ def peak_memory() -> int:
 class _Clock:
     """Says when a checkpoint is due; never twice at the same step."""
 
-    def __init__(self, config: Config, step: int) -> None:
+    def __init__(self, config: RunConfig, step: int) -> None:
         self._steps, self._seconds = config.checkpoint_steps, config.checkpoint_seconds
         self._step, self._time = step, time.monotonic()
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
+from flops.classifying import load_data
 from flops.errors import FlopsError
 from flops.methods import MethodName
 from flops.options import Config
 from flops.runs import is_run, read_config
 from flops.tasks.images import ImageData, ImageFormat
 from flops.tasks.models import load_model
-from flops.trainer import load_data
 
 LAST = "preprocessor_config.json"  # what a run writes last of its model: with it, all is there
 DATA = ("data", "data_config", "image_column", "label_column", "split_column", "splits", "strict")

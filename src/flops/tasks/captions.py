@@ -1,0 +1,33 @@
+"""Captions made of class names: several templates, the right article, plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+INSTRUCTION = "describe the picture:"
+TEMPLATES = (
+    "a photo of {}.",
+    "this is {}.",
+    "the picture shows {}.",
+    "an image of {}.",
+    "here you can see {}.",
+)
+_PLAIN = {"T-shirt/top": "t-shirt"}  # of Fashion-MNIST: two names for one class
+
+
+def noun(name: str) -> str:
+    """A class name as a caption has it, with its article: "a t-shirt", "an ankle boot".
+
+    Raises:
+        ValueError: There is no word in it.
+    """
+    word = re.sub(r"[\s_]+", " ", _PLAIN.get(name, name)).strip().lower()
+    if not word:
+        raise ValueError(f"the class {name!r} has no name that a caption could use")
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+
+
+def class_captions(names: Sequence[str], template: int = 0) -> list[str]:
+    """The captions of all classes in one template; its number counts round and round."""
+    return [TEMPLATES[template % len(TEMPLATES)].format(noun(name)) for name in names]
