@@ -1,4 +1,4 @@
-"""The command line: `flops finetune`, `compare`, `diagnose`, `study`, `serve`."""
+"""The command line: `flops finetune`, `align`, `tune`, `serve`, `compare`, `diagnose`, `study`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
+from flops.align_command import Align
+from flops.align_command import subcommand as align_subcommand
 from flops.compare_command import Compare
 from flops.engine import ForwardGradient
 from flops.errors import FlopsError
@@ -142,6 +144,7 @@ def _commands(arguments: list[str]) -> Any:
     """All commands; settings of files and presets are defaults that the arguments change."""
     return (
         Annotated[Finetune, subcommand(arguments)]
+        | Annotated[Align, align_subcommand(arguments)]
         | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Study, tyro.conf.subcommand("study")]
@@ -161,8 +164,10 @@ def main(arguments: list[str] | None = None) -> None:
             args=given,
             config=(tyro.conf.OmitSubcommandPrefixes,),
         )
-        if launched() and not isinstance(command, Finetune):
-            raise FlopsError("torchrun is for `flops finetune`; start this command without it")
+        if launched() and not isinstance(command, Finetune | Align):
+            raise FlopsError(
+                "torchrun is for `flops finetune` and `flops align`; start this without it"
+            )
         command.run()
     except FlopsError as error:
         rank = f" (process {os.environ['RANK']})" if launched() else ""

@@ -22,6 +22,7 @@ from torch import nn
 
 from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
+from flops.allocators.gaussian import Feature
 from flops.automatic import automatic_groups
 from flops.batch import LossFunction
 from flops.engine import ForwardGradient
@@ -30,6 +31,7 @@ from flops.estimators.base import Estimator
 from flops.estimators.likelihood_ratio import Targets
 from flops.estimators.spsa import SPSA
 from flops.groups import Group
+from flops.noise import Kind
 from flops.shaping import Shaping
 
 MethodName = Literal["bp", "mezo", "n-spsa", "deepzero", "lr", "ops-spsa", "ops-lr", "shaped-lr"]
@@ -49,6 +51,7 @@ class Method:
             shaped-lr.
         stages: Groups into which the layers are cut; embeddings, norm and head are their own.
         clip_attention: Largest norm of the gradient of all attention parameters; None leaves it.
+        noise: Kind of likelihood ratio's noise.
     """
 
     name: MethodName = "shaped-lr"
@@ -57,6 +60,7 @@ class Method:
     targets: Targets | None = None
     stages: int = 3
     clip_attention: float | None = None
+    noise: Kind = "gaussian"
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -111,12 +115,12 @@ def method_groups(model: nn.Module, method: Method) -> list[Group]:
     if method.name == "mezo":
         return mezo(model, method.sigmas[-1])
     modules = dict(model.named_modules())
-    base = _estimator(method, method.sigmas[-1])
+    base = estimator(method, method.sigmas[-1])
     groups = automatic_groups(modules, base, method.queries, method.stages)
     return [
         group
         if group.name == "loose"
-        else dataclasses.replace(group, estimator=_estimator(method, sigma))
+        else dataclasses.replace(group, estimator=estimator(method, sigma))
         for group, sigma in zip(groups, _by_place(groups, method), strict=True)
     ]
 
@@ -128,22 +132,39 @@ def engine(
     *,
     seed: int = 0,
     chunk: int | None = None,
+    groups: Sequence[Group] | None = None,
+    feature: Feature = "tanh",
+    embedding: nn.Module | str | None = None,
 ) -> ForwardGradient:
-    """The engine of a method."""
+    """The engine of a method.
+
+    Args:
+        model: What is trained.
+        loss_fn: One loss per point.
+        method: The method.
+        seed: Key of the noise.
+        chunk: Most rows in one pass.
+        groups: What is perturbed; None for those of a model with a stack of layers.
+        feature: What a learned allocator makes of the losses.
+        embedding: Module whose output tells which points are alike; None finds one.
+    """
     learned = method.name in ("ops-spsa", "ops-lr", "shaped-lr")
-    allocator: Allocator = Gaussian() if learned else Equal()
-    groups = method_groups(model, method)
-    return ForwardGradient(model, loss_fn, groups, allocator, seed=seed, chunk=chunk)
+    allocator: Allocator = Gaussian(feature) if learned else Equal()
+    groups = method_groups(model, method) if groups is None else groups
+    return ForwardGradient(model, loss_fn, groups, allocator, embedding, seed, chunk)
 
 
-def _estimator(method: Method, sigma: float) -> Estimator:
+def estimator(method: Method, sigma: float) -> Estimator:
+    """How a group of a method is estimated."""
+    if method.name == "bp":
+        return Exact()
     if method.name == "deepzero":
         return DeepZero(sigma)
     if method.name in ("n-spsa", "ops-spsa"):
         return SPSA(sigma)
     assert method.perturbs is not None
     shaping = Shaping() if method.name == "shaped-lr" else None
-    return LikelihoodRatio(sigma, method.perturbs, shaping=shaping)
+    return LikelihoodRatio(sigma, method.perturbs, noise=method.noise, shaping=shaping)
 
 
 def _by_place(groups: Sequence[Group], method: Method) -> list[float]:

@@ -13,7 +13,8 @@ TEMPLATES = (
     "an image of {}.",
     "here you can see {}.",
 )
-_PLAIN = {"T-shirt/top": "t-shirt"}  # of Fashion-MNIST: two names for one class
+# Of Fashion-MNIST: two names for one class, and a plural that takes no article.
+_PLAIN = {"T-shirt/top": "t-shirt", "trousers": "trouser"}
 
 
 def noun(name: str) -> str:
