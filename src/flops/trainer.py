@@ -176,7 +176,8 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The model's weights without the frozen ones, which are where they came from."""
-        frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
+        parameters = self.model.named_parameters(remove_duplicate=False)  # tied ones have two names
+        frozen = {n for n, p in parameters if not p.requires_grad}
         return {n: value for n, value in self.model.state_dict().items() if n not in frozen}
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,7 +36,6 @@ class AlignmentModel(nn.Module):
         super().__init__()
         self.language: Any = language.eval()
         self.language.requires_grad_(False)
-        self.words: nn.Embedding = self.language.get_input_embeddings()
         size = self.words.weight.size(1)
         # skip_init: the layer's own draw would move the global random state
         self.adapter = nn.utils.skip_init(nn.Linear, width, tokens * size)
@@ -44,6 +43,12 @@ class AlignmentModel(nn.Module):
         self._depth = 0
         if len(instruction):
             self._remember(instruction)
+
+    @property
+    def words(self) -> nn.Embedding:
+        """The language model's own embeddings of words."""
+        found: nn.Embedding = self.language.get_input_embeddings()
+        return found
 
     def _remember(self, instruction: Tensor) -> None:
         """Keep keys and values of the instruction, as buffers, so that they move with the model."""

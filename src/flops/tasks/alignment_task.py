@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flops.align_command import AlignConfig
 
 SHUFFLE = 0x5FFE  # sets the shuffled images of a control apart from other uses of the seed
-PAD = 8  # captions are padded to a multiple of so many tokens, so that few lengths occur
+PAD = 8  # free captions are padded to a multiple of so many tokens, so that few lengths occur
 ROWS = 64  # images, or captions, in one pass of an encoder or a measurement
 
 
@@ -179,7 +179,7 @@ class Alignment:
 
     def _with(self, features: Tensor, tokens: list[Tensor]) -> dict[str, Tensor]:
         longest = max(map(len, tokens))
-        size = -(-longest // PAD) * PAD
+        size = self._longest if longest <= self._longest else -(-longest // PAD) * PAD
         captions = torch.zeros(len(tokens), size, dtype=torch.long)
         mask = torch.zeros(len(tokens), size)
         for row, found in enumerate(tokens):
@@ -227,6 +227,11 @@ class Alignment:
         if text not in self._known:
             self._known[text] = torch.tensor(self.language.caption(text))
         return self._known[text]
+
+    @cached_property
+    def _longest(self) -> int:
+        """Tokens that every caption is padded to where classes make them all but equally long."""
+        return max(map(len, self.data.train.tokens)) if self.pairs.train.names else 0
 
     @cached_property
     def _known(self) -> dict[str, Tensor]:

@@ -124,7 +124,8 @@ def image_format(model: str = "bundled") -> ImageFormat:
         return _format(_random_config(model.removeprefix("random:")), {})
     with _loading(model) as (transformers, source):
         config = transformers.AutoConfig.from_pretrained(source)
-    return _format(config, _preprocessor(model))
+    # CLIP and its like have two parts, one of which reads images.
+    return _format(getattr(config, "vision_config", config), _preprocessor(model))
 
 
 def random_vit(preset: str = "vit-base", classes: int = 10, *, seed: int = 0) -> Any:
