@@ -35,7 +35,11 @@ PARTS = {
     "shaping": "what shaped noise adds to a step",
     "prompts": "where the gradient of a prompt lives, and what estimators see of it",
     "service": "rows per second of `flops serve` under load over those of the model alone",
+    "align": "what each method reaches when it aligns the embedded models, and in what time",
+    "align_gradient": "cosine of the adapter's gradient, orthogonal noise beside independent",
+    "align_cost": "time and memory of a step of alignment, with and without allocator",
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
+    "align_cost_smollm2": "the same with SmolLM2-135M, batch 8; needs `make real-models`",
 }
 OUTPUT = Path(__file__).with_name("results.json")
 

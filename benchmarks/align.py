@@ -1,0 +1,98 @@
+"""Alignment of the embedded models: what each method reaches in the same steps, and in what time.
+
+The bundled encoder and language model, 60 queries a point, the rate that the validation split chose
+for backpropagation, for all methods alike; three seeds. "of bp's reduction" is the reduction of the
+validation loss over that of backpropagation with the same seed. Time and cost are per step, and to
+a loss that all of them reach: forward learning needs no backward pass and little memory, and pays
+with queries. The controls learn from shuffled images; chance is 10 %.
+
+Runs are kept in runs/align and go on where they were stopped; the plot is drawn from their metrics.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from flops.align_command import AlignConfig
+from flops.report.alignment import AlignedRun, plot_aligned, read_run
+from flops.runs import is_run
+from flops.training import train
+
+METHODS = ("bp", "shaped-lr", "ops-lr", "lr", "ops-spsa")
+CONTROLS = ("bp", "shaped-lr")
+SEEDS = 3
+FOLDER = Path("runs/align")
+
+
+def finished(config: AlignConfig) -> AlignedRun:
+    """The run of these settings, made or continued where it is not finished yet."""
+    folder = Path(str(config.output))
+    if not (folder / "report.md").is_file():
+        train(config, resume=is_run(folder))
+    return read_run(folder)
+
+
+def cases(seeds: int, base: AlignConfig, folder: Path) -> dict[str, list[AlignConfig]]:
+    """Settings by name, one for each seed."""
+    named: dict[str, dict[str, Any]] = {method: {"method": method} for method in METHODS}
+    named |= {f"{m}, shuffled": {"method": m, "shuffled": True} for m in CONTROLS}
+    settings = base.to_dict()
+    return {
+        name: [
+            AlignConfig(
+                **settings
+                | given
+                | {
+                    "seed": seed,
+                    "sigma": base.sigma,
+                    "marks": (),
+                    "test": True,
+                    "output": str(folder / f"{name.replace(', ', '-')}-seed{seed}"),
+                }
+            )
+            for seed in range(seeds)
+        ]
+        for name, given in named.items()
+    }
+
+
+def run(
+    seeds: int = SEEDS, base: AlignConfig | None = None, folder: Path = FOLDER
+) -> dict[str, Any]:
+    """All methods and controls."""
+    found: dict[str, list[AlignedRun]] = {}
+    planned = cases(seeds, base or AlignConfig(), folder)
+    for name in track(planned, description="align", transient=True):
+        found[name] = [finished(config) for config in planned[name]]
+    drawn = {name: runs for name, runs in found.items() if "shuffled" not in name}
+    try:
+        plot_aligned(drawn, folder / "align.png")
+    except ImportError as error:
+        warnings.warn(f"no plot was drawn: {error}", stacklevel=2)
+    reached = max(run.last for runs in drawn.values() for run in runs)
+    return {name: _row(runs, found["bp"], reached) for name, runs in found.items()}
+
+
+def _row(runs: list[AlignedRun], exact: list[AlignedRun], loss: float) -> dict[str, Any]:
+    mean = statistics.fmean
+    shares = [
+        (run.first - run.last) / (bp.first - bp.last) for run, bp in zip(runs, exact, strict=True)
+    ]
+    ways = [way for run in runs if (way := run.to_loss(loss)) is not None]
+    reached = len(ways) == len(runs)
+    return {
+        "loss": mean(run.last for run in runs),
+        "loss, spread": statistics.pstdev(run.last for run in runs),
+        "of bp's reduction": mean(shares),
+        "least": min(shares),
+        "right captions": mean(run.accuracy for run in runs),
+        "test": mean(run.test for run in runs if run.test is not None),
+        "s a step": mean(run.step_seconds for run in runs),
+        f"s to loss {loss:.3f}": mean(way[0] for way in ways) if reached else None,
+        "forwards to it": mean(way[1] for way in ways) if reached else None,
+    }
