@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import torch
 from rich.progress import track
 
 from flops import ForwardGradient, Group, LikelihoodRatio
@@ -47,5 +46,4 @@ def run(steps: int = STEPS, batches: int = BATCHES, limit: int | None = None) ->
             model.zero_grad()
         found[kind][f"{queries} queries"] = statistics.fmean(cosines)
         found[kind][f"{queries}, spread"] = statistics.pstdev(cosines)
-    torch.cuda.empty_cache() if torch.cuda.is_available() else None
     return found
