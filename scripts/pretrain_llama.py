@@ -98,7 +98,7 @@ def new_model(vocabulary: int) -> LlamaForCausalLM:
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=64,
         initializer_range=0.1,

@@ -59,7 +59,7 @@ class AlignConfig(RunConfig):
     """How gradients are estimated; bp is backpropagation, for comparison."""
     queries: float = 60.0
     """Mean queries per point."""
-    sigma: tuple[float, ...] | None = (1e-2,)
+    sigma: tuple[float, ...] | None = (1e-3,)
     """Noise scale."""
     epochs: int | None = 6
     """Epochs; None for no limit but the budget."""
