@@ -61,9 +61,9 @@ class AlignConfig(RunConfig):
     """Mean queries per point."""
     sigma: tuple[float, ...] | None = (1e-3,)
     """Noise scale."""
-    epochs: int | None = 6
+    epochs: int | None = 12
     """Epochs; None for no limit but the budget."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     """Of the optimizer."""
     schedule: Literal["constant", "cosine"] = "cosine"
     """Whether the learning rate stays, or falls to 0 as a cosine over the run."""
