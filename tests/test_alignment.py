@@ -13,7 +13,7 @@ from flops.align_command import AlignConfig
 from flops.tasks.alignment import AlignmentModel, losses_as_they_are
 from flops.tasks.alignment_models import Language, load_encoder, load_language
 from flops.tasks.alignment_task import Alignment
-from flops.tasks.captions import INSTRUCTION, TEMPLATES, class_captions, noun
+from flops.tasks.captions import EXAMPLES, INSTRUCTION, TEMPLATES, class_captions, noun, shown_how
 from flops.tasks.images import FASHION_CLASSES
 from flops.tasks.shots import CLASSES
 from flops.trainer import Trainer
@@ -201,3 +201,13 @@ def test_a_control_has_other_images_and_the_same_captions() -> None:
     same = task.data.train.features[:, 0].argsort()
     assert torch.equal(control.data.train.features[order], task.data.train.features[same])
     assert torch.equal(control.data.validation.features, task.data.validation.features)
+
+
+def test_captions_follow_other_words_and_end_as_configured() -> None:
+    language = load_language(ending=":")
+    assert language.text(torch.tensor(language.caption("this is a bag.")[:-1])) == "this is a bag ."
+    assert language.caption("this is a bag.")[-1] == language.end == language.tokens(":")[0]
+    lines = shown_how().splitlines()
+    assert lines[1] == "scarf this is a scarf."
+    assert len(lines) == len(TEMPLATES)
+    assert not set(EXAMPLES) & set(CLASSES)

@@ -13,7 +13,7 @@ from flops.commands import given_settings, print_settings, resumed, run_training
 from flops.methods import Method
 from flops.noise import Kind
 from flops.settings import ConfigError, RunConfig
-from flops.tasks.captions import INSTRUCTION
+from flops.tasks.captions import INSTRUCTION, shown_how
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +26,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "smollm2": {
         "language": "smollm2",
-        "instruction": "Describe the picture:",
+        "instruction": shown_how(),
+        "ending": "\n",
         "batch": 8,
         "chunk": 16,
-        "limit": 160,
+        "limit": 120,
         "epochs": 1,
+        "learning_rate": 5e-3,
     },
     "paper": {
         "encoder": "openai/clip-vit-large-patch14",
@@ -80,6 +82,8 @@ class AlignConfig(RunConfig):
     """Folder of the images that a .json file names; None is its own."""
     instruction: str = INSTRUCTION
     """Text before the visual tokens; may be empty."""
+    ending: str = ""
+    """Text that ends a caption; empty for the language model's own mark."""
     visual_tokens: int = 1
     """Visual tokens of an image."""
     noise: Kind = "gaussian"

@@ -39,10 +39,17 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Language:
-    """A frozen causal language model and its tokenizer."""
+    """A frozen causal language model and its tokenizer.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        ending: Text that ends a caption; empty for the tokenizer's own mark.
+    """
 
     model: nn.Module
     tokenizer: Any
+    ending: str = ""
 
     def tokens(self, text: str) -> list[int]:
         """Tokens of a text, without any that mark its beginning or end."""
@@ -60,17 +67,20 @@ class Language:
         Raises:
             ValueError: The tokenizer has none.
         """
+        if self.ending:
+            return self.tokens(self.ending)[0]
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no token that ends a text (eos_token)")
         return int(self.tokenizer.eos_token_id)
 
     def caption(self, text: str) -> list[int]:
-        """Tokens of a caption, with that of its end.
+        """Tokens of a caption, as they follow other words, with that of its end.
 
         Raises:
             ValueError: There are none but the end.
         """
-        found = self.tokens(text)
+        before, whole = self.tokens("."), self.tokens(f". {text}")
+        found = whole[len(before) :] if whole[: len(before)] == before else self.tokens(text)
         if not found:
             raise ValueError(f"the caption {text!r} has no tokens")
         return [*found, self.end]
@@ -112,11 +122,12 @@ def load_encoder(name: str = "bundled") -> Encoder:
     return Encoder(vision, image_format(name), features)
 
 
-def load_language(name: str = "bundled") -> Language:
+def load_language(name: str = "bundled", ending: str = "") -> Language:
     """Load a causal language model with its tokenizer, frozen, on the CPU, in float32.
 
     Args:
         name: "bundled", "smollm2", a GGUF file, a folder, or a Hugging Face id.
+        ending: Text that ends a caption; empty for the tokenizer's own mark.
 
     Raises:
         ImportError: transformers, or for GGUF files gguf or accelerate, is not installed.
@@ -127,7 +138,7 @@ def load_language(name: str = "bundled") -> Language:
     if name == "bundled":
         asset = importlib.resources.files("flops.tasks") / "assets" / "tiny-llama"
         with importlib.resources.as_file(asset) as folder:
-            return _language(str(folder), options)
+            return _language(str(folder), ending, options)
     path = smollm2_file() if name == "smollm2" else Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -135,17 +146,17 @@ def load_language(name: str = "bundled") -> Language:
         for module in ("gguf", "accelerate"):
             require(module, "llm")
         name, options["gguf_file"] = str(path.parent), path.name
-    return _language(name, options)
+    return _language(name, ending, options)
 
 
-def _language(name: str, options: dict[str, Any]) -> Language:
+def _language(name: str, ending: str, options: dict[str, Any]) -> Language:
     gguf = bool(options)
     with _loading(name, _LANGUAGES, "causal language model", bare=gguf) as (transformers, source):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, attn_implementation="sdpa", **options
         )
-    return Language(model.eval().requires_grad_(False), tokenizer)
+    return Language(model.eval().requires_grad_(False), tokenizer, ending)
 
 
 def smollm2_file() -> Path:

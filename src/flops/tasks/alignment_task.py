@@ -79,7 +79,7 @@ class Alignment:
         self.config, self.device = config, device
         try:
             encoder = load_encoder(config.encoder)
-            self.language = load_language(config.language)
+            self.language = load_language(config.language, config.ending)
             self.pairs = load_pairs(
                 config.data,
                 encoder.format,

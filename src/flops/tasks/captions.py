@@ -13,6 +13,7 @@ TEMPLATES = (
     "an image of {}.",
     "here you can see {}.",
 )
+EXAMPLES = ("hat", "scarf", "glove", "sock", "belt")  # none of them a class of Fashion-MNIST
 # Of Fashion-MNIST: two names for one class, and a plural that takes no article.
 _PLAIN = {"T-shirt/top": "t-shirt", "trousers": "trouser"}
 
@@ -27,6 +28,17 @@ def noun(name: str) -> str:
     if not word:
         raise ValueError(f"the class {name!r} has no name that a caption could use")
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+
+
+def shown_how(names: Sequence[str] = EXAMPLES) -> str:
+    """An instruction by examples: a name, then a caption of it, one line for each template.
+
+    The visual token then stands where a name would. A language model that was never told to
+    describe anything goes on in the same way, and only has to be told the name.
+    """
+    templates = (TEMPLATES[i % len(TEMPLATES)] for i in range(len(names)))
+    pairs = zip(names, templates, strict=True)
+    return "".join(f"{name} {template.format(noun(name))}\n" for name, template in pairs)
 
 
 def class_captions(names: Sequence[str], template: int = 0) -> list[str]:
