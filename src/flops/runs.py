@@ -8,7 +8,8 @@
 | checkpoints/ | the last two, see `flops.checkpoints` |
 | counts.safetensors | queries of each training point when it was last seen |
 | curves.png, allocation.png | drawn from metrics.jsonl and counts.safetensors alone |
-| model/ | the trained model, as `transformers` reads it |
+| model/ | the trained model, as `transformers` reads it, or the adapter of an alignment |
+| report.md | of an alignment: evaluations, and what is said of some images before and after |
 """
 
 from __future__ import annotations
