@@ -102,7 +102,7 @@ class VectorEstimator:
         if self.options.shaping is not None:
             return (yield from self._shaped(queries))
         estimate = yield from (self._together if self.shared else self._apart)(queries)
-        queries.warn_if_rounding(estimate.slopes * self.options.sigma, estimate.loss)
+        queries.warn_if_rounding(_changes(estimate.slopes) * self.options.sigma, estimate.loss)
         return estimate
 
     def _apart(self, queries: Queries) -> Work[Estimate]:
@@ -157,7 +157,7 @@ class VectorEstimator:
         sigma, shaping = self.options.sigma, self.options.shaping
         space = Space(grids, self.unit, self.kind, torch.float32, ask, sigma, names)
         found = yield from shaped_queries(space, shaping, queries)
-        queries.warn_if_rounding(found.slopes[found.isotropic] * sigma)
+        queries.warn_if_rounding(_changes(found.slopes[found.isotropic]) * sigma)
         size = float(self.theta.numel())
         gradients = {self.theta: found.delta.mean(0)}
         return Estimate(gradients, found.slopes, found.points, size, shaped=found.shaped)
@@ -182,3 +182,9 @@ class VectorEstimator:
         if isinstance(self.options, LikelihoodRatio):
             return self.options._difference(losses, clean) / self.options.sigma
         return self.options._slopes(losses, clean)
+
+
+def _changes(slopes: Tensor) -> Tensor:
+    """Slopes that are not 0, if there are any: an error of 0 or 1 has few, and none is rounded."""
+    changes = slopes[slopes != 0]
+    return changes if len(changes) else slopes
