@@ -1,4 +1,4 @@
-"""A proxy that spoils answers by seed, for `test_client`: `python -m tests.faulty_proxy PORT SEED`.
+"""A proxy that spoils answers by seed, `python -m tests.faulty_proxy PORT SEED SHARE`.
 
 It passes requests on to a service on this machine and does to each, by chance, one of `FAULTS` or
 nothing. Faults before the service is asked cost nothing; those after it leave an answer in the
@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 
 FAULTS = ("500", "502", "429", "cut", "slow", "text", "json", "noise", "hang up", "swapped")
-SHARE = 0.5  # of requests that are spoilt
 STORM = 6  # requests that are sent away in a row
 
 
@@ -35,8 +34,8 @@ def plain(status: str, body: bytes = b"broken", extra: str = "") -> bytes:
 
 
 class Proxy:
-    def __init__(self, port: int, seed: int) -> None:
-        self.port = port
+    def __init__(self, port: int, seed: int, share: float) -> None:
+        self.port, self.share = port, share  # of requests that are spoilt
         self.chance = random.Random(seed)
         self.done: Counter[str] = Counter()
         self.storm = 0
@@ -46,7 +45,7 @@ class Proxy:
         if self.storm:
             self.storm -= 1
             return "429"
-        fault = self.chance.choice(FAULTS) if self.chance.random() < SHARE else "none"
+        fault = self.chance.choice(FAULTS) if self.chance.random() < self.share else "none"
         if fault == "429":
             self.storm = STORM - 1
         return fault
@@ -102,8 +101,8 @@ class Proxy:
         return answer
 
 
-async def main(port: int, seed: int) -> None:
-    proxy = Proxy(port, seed)
+async def main(port: int, seed: int, share: float) -> None:
+    proxy = Proxy(port, seed, share)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=2**24)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -111,4 +110,4 @@ async def main(port: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

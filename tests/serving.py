@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,28 @@ class Server:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.kill(signal.SIGTERM)
+
+
+@contextmanager
+def faulty(
+    port: int, seed: int, share: float = 0.5
+) -> Iterator[tuple[str, Callable[[], dict[str, int]]]]:
+    """A spoiling proxy: its address, and how often it did what, which ends it."""
+    command = [sys.executable, "-m", "tests.faulty_proxy"]
+    command += [str(port), str(seed), str(share)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        address = f"http://127.0.0.1:{int(process.stdout.readline())}"
+
+        def done() -> dict[str, int]:
+            return json.loads(process.communicate()[0])
+
+        try:
+            yield address, done
+        finally:
+            if process.poll() is None:
+                process.kill()
 
 
 def pixels(count: int = 12) -> Tensor:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,32 +19,13 @@ from flops.blackbox.client import ServiceClient
 from flops.blackbox.retrying import Retries, ServiceError, seconds
 from flops.blackbox.wire import digest, encode
 from tests.faulty_proxy import FAULTS
-from tests.serving import Server, pixels, query, until
+from tests.serving import Server, faulty, pixels, query, until
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("client")) as running:
         yield running
-
-
-@contextmanager
-def faulty(port: int, seed: int) -> Iterator[tuple[str, Callable[[], dict[str, int]]]]:
-    """A spoiling proxy: its address, and how often it did what, which ends it."""
-    command = [sys.executable, "-m", "tests.faulty_proxy", str(port), str(seed)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        address = f"http://127.0.0.1:{int(process.stdout.readline())}"
-
-        def done() -> dict[str, int]:
-            return json.loads(process.communicate()[0])
-
-        try:
-            yield address, done
-        finally:
-            if process.poll() is None:
-                process.kill()
 
 
 @contextmanager

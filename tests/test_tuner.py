@@ -248,7 +248,7 @@ def test_batches_take_every_point_once_an_epoch() -> None:
     list(tuner.run(6))
     clean = seen[::2]
     for epoch in (clean[:3], clean[3:]):
-        assert sorted(sum(epoch, [])) == list(range(N))
+        assert sorted(point for batch in epoch for point in batch) == list(range(N))
         assert [len(points) for points in epoch] == [2, 2, 1]
     assert clean[:3] != clean[3:]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,15 @@ class Serve:
     """Threads of torch; None for its own choice."""
     json: bool = False
     """Print the address as JSON when ready."""
+    with_parent: bool = False
+    """End when standard input does: a process that starts the service and holds the other end of a
+    pipe then takes it along, however it ends."""
 
     def run(self) -> None:
         """Serve until stopped."""
         self._check()
+        if self.with_parent:
+            threading.Thread(target=_end_with_input, daemon=True).start()
         key = self._key()
         setup = self._setup(key)
         if self.host not in LOCAL and key is None:
@@ -162,6 +168,13 @@ class Serve:
         if not names:
             raise FlopsError(f"--classes names none: {self.classes!r}; separate them with commas")
         return tuple(names)
+
+
+def _end_with_input() -> None:
+    """Every answer that was sent is in the ledger already: there is nothing to tidy up."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
 
 
 def _state_folder() -> Path:

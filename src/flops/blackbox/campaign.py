@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -39,7 +40,7 @@ class Campaign:
 
     options: Tune
     console: Console
-    _results: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _stopped: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self) -> list[dict[str, Any]]:
         """All runs; the reported ones have ``chosen`` set."""
@@ -51,7 +52,11 @@ class Campaign:
             pool = stack.enter_context(ThreadPoolExecutor(options.workers, "tune"))
 
             def all_of(jobs: list[tuple[TuneMethod, float, int]]) -> list[dict[str, Any]]:
-                return list(pool.map(lambda job: self._one(job, workers, bars), jobs))
+                try:
+                    return list(pool.map(lambda job: self._one(job, workers, bars), jobs))
+                except BaseException:
+                    self._stopped.set()  # the other runs stop behind their next answer
+                    raise
 
             swept = all_of([(m, s, 0) for m in options.methods for s in self._sizes(m)])
             best = {
@@ -104,6 +109,7 @@ class Campaign:
                 identity=identity,
                 notify=notify,
                 answered=lambda rows: bars.advance(task, rows),
+                stopped=self._stopped.is_set,
             )
         finally:
             workers.put(worker)

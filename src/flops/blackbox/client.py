@@ -95,7 +95,7 @@ class ServiceClient:
 
     def info(self) -> dict[str, Any]:
         """What the service says about its model and limits."""
-        return self._json("/v1/info")
+        return self._ask("GET", "/v1/info", _info)
 
     def usage(self) -> dict[str, int]:
         """Totals of the service's ledger."""
@@ -260,4 +260,11 @@ def _object(response: httpx.Response) -> dict[str, Any]:
         raise Retry("the answer is not JSON") from error
     if not isinstance(found, dict):
         raise Retry("the answer is not a JSON object")
+    return found
+
+
+def _info(response: httpx.Response) -> dict[str, Any]:
+    found = _object(response)
+    if "digest" not in found or "limits" not in found:
+        raise Retry("the answer does not say what the service is")
     return found

@@ -41,29 +41,38 @@ class LocalService:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._guard.join(20)
+        self._end()
+        self._guard.join(WAIT)
+        self._end()  # one that was just being started again
 
     @property
     def process(self) -> int:
         """Its process id, as it is now."""
         return self._process.pid
 
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        _close(self._process)
+
     def _start(self) -> subprocess.Popen[str]:
         self._ledger.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "flops", "serve", "--json", "--rate", "0"]
+        command += ["--with-parent"]  # else it outlives a killed tuner, and keeps the ledger locked
         command += ["--port", str(self._port), "--ledger", str(self._ledger), *self._options]
         log = self._ledger.with_suffix(".log")
         with log.open("a") as errors:
             process = subprocess.Popen(
                 command,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,  # Ctrl-C is for the tuner, which ends it in order
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         assert process.stdout is not None
@@ -85,6 +94,7 @@ class LocalService:
             self._process.wait()
             if self._closing.is_set():
                 return
+            _close(self._process)
             self.restarts += 1
             try:
                 self._process = self._start()
@@ -92,3 +102,9 @@ class LocalService:
                 if self.restarts > 5:
                     return
                 time.sleep(1.0)
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -18,6 +18,7 @@ from flops.blackbox.journal import Journal
 from flops.blackbox.methods import Recipe, stepper
 from flops.blackbox.tuner import Tuner
 from flops.blackbox.tuning import Progress, Tuning
+from flops.errors import FlopsError
 from flops.tasks.clip import PromptedClip
 from flops.tasks.few import FewShots
 from flops.tasks.prompt import LocalObjective, PromptSpace, ServiceObjective
@@ -54,6 +55,7 @@ def tune(
     identity: dict[str, Any],
     notify: Callable[[Progress], None] | None = None,
     answered: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Run it, or go on where it was stopped, and write what was found.
 
@@ -66,6 +68,7 @@ def tune(
         identity: Model and data, so that a journal of others is refused.
         notify: Told after each epoch.
         answered: Told the number of rows whenever some were answered.
+        stopped: Asked behind each answer whether to give up, which is an error.
 
     Returns:
         The result, as in result.json.
@@ -113,7 +116,7 @@ def tune(
             settings.concurrency,
             answered,
         )
-        _drive(run, answering, journal, whom.client)
+        _drive(run, answering, journal, whom.client, stopped)
         save_file(
             {"z": run.best, **{n: w.contiguous() for n, w in space.projections.items()}},
             folder / "prompts.safetensors",
@@ -129,10 +132,18 @@ def tune(
         journal.close()
 
 
-def _drive(run: Tuning, answering: Answering, journal: Journal, client: ServiceClient) -> None:
+def _drive(
+    run: Tuning,
+    answering: Answering,
+    journal: Journal,
+    client: ServiceClient,
+    stopped: Callable[[], bool],
+) -> None:
     """Ask and tell; requests, retries and seconds are counted over all processes of the run."""
     before, began = client.counts, time.perf_counter()
     while not run.done:
+        if stopped():
+            raise FlopsError("the run was stopped")
         run.tell(answering.answer(run.ask()))
         now, clock = client.counts, time.perf_counter()
         for name in ("requests", "retries"):
