@@ -81,6 +81,9 @@ class Journal:
             busy = "locked" in str(error) or "busy" in str(error)
             why = "another process uses it" if busy else f"it cannot be read ({error})"
             raise JournalError(f"the journal {path}: {why}") from error
+        except JournalError:
+            self.close()
+            raise
 
     def known(self, question: int) -> dict[int, tuple[bytes, Answer]]:
         """Digest and answer of each part of a question that was answered."""

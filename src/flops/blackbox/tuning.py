@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flops.blackbox.answering import BudgetError
 from flops.blackbox.inquiry import Inquiry
 from flops.blackbox.objective import Question
 from flops.meetings import Work
@@ -113,17 +114,21 @@ class Tuning(Inquiry):
 
     def work(self) -> Work[None]:
         """All questions of the run."""
+        self._check_budget()
         if self.embed is not None:
             seen = yield self._all(self.start, self.points.train, "embed")
             self.embed(seen[:, 2:])
         least = yield from self._validate(0)
         waited, epoch = 0, 0
         while self.stepper is not None and epoch < self.epochs:
+            before = self.stepper.steps
             for _ in range(self.stepper.steps_per_epoch):
                 if not self._affords(self.stepper.step_cost()):
                     self.stopped = "budget"
                     break
                 yield from losses_of(self.stepper.stepping())
+            if self.stepper.steps == before:  # validated already, and the test is still paid for
+                break
             epoch += 1
             loss = yield from self._validate(epoch)
             if loss < least:
@@ -137,6 +142,16 @@ class Tuning(Inquiry):
         self.stopped = self.stopped or "epochs"
         seen = yield self._all(self.best, self.points.test, "test")
         self.test_loss, self.test_accuracy = _mean(seen)
+
+    def _check_budget(self) -> None:
+        """Refuse before anything is asked, instead of running out before the test."""
+        least = len(self.points.validation) + len(self.points.test)
+        least += 0 if self.embed is None else len(self.points.train)
+        if self.budget is not None and self.budget < least:
+            raise BudgetError(
+                f"the budget of {self.budget:,} queries does not pay for looking at the validation "
+                f"and test points once, which takes {least:,}"
+            )
 
     def _affords(self, step: int) -> bool:
         """Whether a step, validation after it and the test can be paid for."""
