@@ -143,10 +143,17 @@ class Tune:
             raise FlopsError(f"--methods must be some of {', '.join(TUNE_METHODS)}")
         least = {"seeds": 1, "batch": 1, "epochs": 1, "patience": 0, "shots": 1, "part": 1}
         least |= {"concurrency": 1, "workers": 1, "dimensions": 2, "queries": 1}
+        least |= {"limit": 1, "budget": 1, "price": 0}
         for name, bound in least.items():
-            if getattr(chosen, name) < bound:
+            given = getattr(chosen, name)
+            if given is not None and given < bound:
                 option = "--" + name.replace("_", "-")
-                raise FlopsError(f"{option} must be at least {bound}, not {getattr(chosen, name)}")
+                raise FlopsError(f"{option} must be at least {bound}, not {given}")
+        pairs = [name for name in chosen.methods if "spsa" in name]
+        if pairs and chosen.queries is not None and chosen.queries < 2:
+            raise FlopsError(f"--queries must be at least 2 for {pairs[0]}, not {chosen.queries}")
+        if chosen.timeout <= 0:
+            raise FlopsError(f"--timeout must be positive, not {chosen.timeout}")
         if not chosen.step_sizes or min(chosen.step_sizes) <= 0:
             raise FlopsError("--step-sizes must be positive, and there must be one")
         if chosen.text_tokens + chosen.image_tokens < 1:
