@@ -33,6 +33,8 @@ from flops.tasks.prompt import PromptSpace
 if TYPE_CHECKING:
     from flops.tune_command import Tune
 
+ATTEMPTS = 40  # some three minutes: a service that is being started again is waited for
+
 
 @dataclass
 class Campaign:
@@ -181,15 +183,12 @@ class Campaign:
             url = options.url
             if url is None:
                 url = stack.enter_context(self._service(number)).url
+            key = options.api_key()
+            with ServiceClient(url, key, options.timeout) as first:  # a wrong url is soon said
+                info = first.info()
             client = stack.enter_context(
-                ServiceClient(
-                    url,
-                    options.api_key(),
-                    timeout=options.timeout,
-                    concurrency=options.concurrency,
-                )
+                ServiceClient(url, key, options.timeout, options.concurrency, ATTEMPTS)
             )
-            info = client.info()
             shots = few_shots(
                 options.data,
                 options.shots,
