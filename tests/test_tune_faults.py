@@ -84,7 +84,11 @@ def test_a_service_of_ones_own_ends_with_a_tuner_that_is_killed(tmp_path) -> Non
         service = int(holder.stdout.readline())
         assert not gone(service)
         holder.kill()
-    until(lambda: gone(service))
+    try:
+        until(lambda: gone(service))
+    finally:
+        if not gone(service):
+            os.kill(service, signal.SIGKILL)
     with pytest.raises(LedgerError, match="another model"):  # and not "in use"
         Ledger(ledger, "x")
 
