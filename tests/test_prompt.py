@@ -12,7 +12,13 @@ from flops.blackbox.tuner import Tuner
 from flops.errors import FlopsError
 from flops.tasks.clip import PromptedClip
 from flops.tasks.few import FewShots, few_shots
-from flops.tasks.prompt import LocalObjective, PromptSpace, ServiceObjective, prompts_of
+from flops.tasks.prompt import (
+    LocalObjective,
+    PromptSpace,
+    ServiceObjective,
+    prompts_of,
+    upload,
+)
 from tests.serving import Server
 
 
@@ -111,7 +117,8 @@ def server(tmp_path_factory):
 def test_a_service_says_what_the_model_says(server, local, shots) -> None:
     source = torch.Generator().manual_seed(1)
     with server.client() as client:
-        asked = ServiceObjective(client, client.upload(shots.pixels), shots.labels, space())
+        stored = upload(client, shots.pixels, client.info()["limits"])
+        asked = ServiceObjective(client, stored, shots.labels, space())
         start = space().start()
         apart = start + 0.3 * torch.randn(20, len(start), generator=source)
         points = torch.randperm(len(shots.labels), generator=source)[:20]
@@ -245,3 +252,19 @@ def test_shots_of_a_folder_of_images(tmp_path) -> None:
     assert colour.pixels.shape == (18, 10, 10, 3)
     with pytest.raises(FlopsError):
         few_shots(str(tmp_path / "nowhere"), shots=3)
+
+
+def test_points_that_do_not_fit_one_upload_are_asked_set_by_set(server, local, shots) -> None:
+    limits = {"upload_bytes": 4096 + 784 * 80, "points": 100_000}
+    with server.client() as client:
+        stored = upload(client, shots.pixels, limits)
+        assert (len(stored.names), stored.size) == (3, 80)
+        asked = ServiceObjective(client, stored, shots.labels, space())
+        rows = space().start() + 0.1 * torch.randn(6, space().size)
+        question = Question(rows, torch.tensor([3, 150, 200, 79, 80, 4]))
+        found, truth = asked.answer(question, "sets"), local.answer(question, "")
+        torch.testing.assert_close(found.columns, truth.columns, rtol=1e-4, atol=1e-4)
+        assert found.cost == {"texts": 60, "images": 6, "replays": 0}
+        assert asked.answer(question, "sets").cost["replays"] == 3
+    with pytest.raises(FlopsError, match="less than one image"):
+        upload(client, shots.pixels, limits | {"upload_bytes": 4100})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,7 +160,6 @@ def test_the_data_must_be_of_the_services_classes(server, tmp_path) -> None:
         (["--step-sizes", "-1"], "--step-sizes must be positive"),
         (["--sigma", "0"], "--sigma must be positive, not 0"),
         (["--text-tokens", "0", "--image-tokens", "0"], "text or an image prompt vector"),
-        (["--methods", "bp", "--url", "http://127.0.0.1:9"], "bp needs the weights"),
         (["--api-key-env", "NO_SUCH_KEY", "--url", "http://127.0.0.1:9"], "NO_SUCH_KEY is not set"),
     ],
 )
@@ -187,3 +188,9 @@ def test_ctrl_c_stops_it_and_says_how_to_go_on(server, tmp_path) -> None:
     assert "nothing that was paid for is lost. Continue with: flops tune --methods lr" in said
     assert "Traceback" not in said
     assert paid(tmp_path) == charged(server.ledger) - before
+
+
+def test_the_command_line_starts_without_what_only_tune_needs() -> None:
+    blocked = "import sys; sys.modules |= dict.fromkeys(('httpx', 'pydantic', 'fastapi', 'cma'))"
+    code = f"{blocked}; import flops.cli"
+    subprocess.run([sys.executable, "-c", code], check=True)

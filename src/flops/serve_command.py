@@ -55,6 +55,8 @@ class Serve:
     """Most megabytes of a request; uploads of points may have 8 times as many."""
     max_queue: int = 1024
     """Most requests that wait; who comes then is told to come back."""
+    max_stored: int = 1024
+    """Most megabytes of all points together."""
     max_tokens: int = 16
     """Most prompt tokens, as far as the model allows."""
     text_batch: int = 8
@@ -139,6 +141,7 @@ class Serve:
             rows=self.max_rows,
             body=self.max_body * 2**20,
             upload=self.max_body * 2**23,
+            stored=self.max_stored * 2**20,
             queue=self.max_queue,
             tokens=self.max_tokens,
             rate=self.rate,

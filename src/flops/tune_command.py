@@ -13,7 +13,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from flops.blackbox.methods import TUNE_METHODS, TuneMethod
+from flops.blackbox.names import TUNE_METHODS, TuneMethod
 from flops.errors import FlopsError
 
 DEFAULT: tuple[TuneMethod, ...] = ("manual", "lr", "ops-lr", "shaped-lr", "bp")
@@ -40,8 +40,9 @@ class Tune:
     $ flops tune --preset paper --model openai/clip-vit-base-patch32 --data food101
     """
 
-    methods: tuple[TuneMethod, ...] = DEFAULT
-    """Which ones, in the order of the table: manual, bp, lr, ops-lr, spsa, ops-spsa, shaped-lr,
+    methods: tuple[TuneMethod, ...] | None = None
+    """Which ones, in the order of the table; None for manual, lr, ops-lr, shaped-lr and, where the
+    service is this machine's own, bp. All: manual, bp, lr, ops-lr, spsa, ops-spsa, shaped-lr,
     cma-es."""
     preset: Literal["tiny", "paper"] = "tiny"
     """Sizes that go together: tiny for the bundled model, or those of the paper (10 image and 12
@@ -102,10 +103,17 @@ class Tune:
 
     def run(self) -> None:
         """Tune, print and write."""
+        from flops.tasks.optional import require
+
+        chosen = self._checked()
+        assert chosen.methods is not None
+        for module in ("httpx", "pydantic"):
+            require(module, "blackbox")
+        if "cma-es" in chosen.methods:  # not after hours
+            require("cma", "cma")
         from flops.blackbox.campaign import Campaign
         from flops.report.tuning import differences, plot, table
 
-        chosen = self._checked()
         console = Console()
         campaign = Campaign(chosen, console)
         try:
@@ -138,9 +146,16 @@ class Tune:
         chosen = replace(self, **filled)  # type: ignore[arg-type]
         if chosen.step_sizes is None:
             chosen = replace(chosen, step_sizes=tuple(sizes))
-        unknown = [name for name in chosen.methods if name not in TUNE_METHODS]
-        if unknown or not chosen.methods:
+        if chosen.methods is None:
+            some = DEFAULT if chosen.url is None else DEFAULT[:-1]
+            chosen = replace(chosen, methods=some)
+        assert chosen.methods is not None
+        if not chosen.methods or set(chosen.methods) - set(TUNE_METHODS):
             raise FlopsError(f"--methods must be some of {', '.join(TUNE_METHODS)}")
+        for name in ("methods", "step_sizes"):
+            values_given = getattr(chosen, name)
+            if len(set(values_given)) < len(values_given):
+                raise FlopsError(f"--{name.replace('_', '-')} names one twice: {values_given}")
         least = {"seeds": 1, "batch": 1, "epochs": 1, "patience": 0, "shots": 1, "part": 1}
         least |= {"concurrency": 1, "workers": 1, "dimensions": 2, "queries": 1}
         least |= {"limit": 1, "budget": 1, "price": 0}
@@ -160,10 +175,6 @@ class Tune:
             raise FlopsError("there must be a text or an image prompt vector to tune")
         if chosen.sigma is not None and chosen.sigma <= 0:
             raise FlopsError(f"--sigma must be positive, not {chosen.sigma}")
-        if "bp" in chosen.methods and chosen.url is not None and chosen.model == "tiny-clip":
-            raise FlopsError(
-                "bp needs the weights of the model behind --url: give --model, or leave bp out"
-            )
         return chosen
 
     def api_key(self) -> str | None:

@@ -22,13 +22,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flops.blackbox.client import ServiceClient
 from flops.blackbox.local_service import LocalService
-from flops.blackbox.methods import Recipe, TuneMethod
+from flops.blackbox.methods import Recipe
+from flops.blackbox.names import TuneMethod
 from flops.blackbox.prompt_run import Settings, Whom, tune
 from flops.blackbox.tuning import Progress as RunProgress
 from flops.errors import FlopsError
 from flops.tasks.clip import PromptedClip
 from flops.tasks.few import FewShots, few_shots
-from flops.tasks.prompt import PromptSpace
+from flops.tasks.prompt import PromptSpace, upload
 
 if TYPE_CHECKING:
     from flops.tune_command import Tune
@@ -46,8 +47,7 @@ class Campaign:
 
     def run(self) -> list[dict[str, Any]]:
         """All runs; the reported ones have ``chosen`` set."""
-        options = self.options
-        assert options.step_sizes is not None
+        options, methods = self.options, self.options.methods or ()
         options.output.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack, self._progress() as bars:
             workers = self._workers(stack)
@@ -60,16 +60,16 @@ class Campaign:
                     self._stopped.set()  # the other runs stop behind their next answer
                     raise
 
-            swept = all_of([(m, s, 0) for m in options.methods for s in self._sizes(m)])
+            swept = all_of([(m, s, 0) for m in methods for s in self._sizes(m)])
             best = {
                 m: min((r for r in swept if r["method"] == m), key=lambda r: r["validation_loss"])
-                for m in options.methods
+                for m in methods
             }
             others = all_of(
                 [
                     (m, best[m]["step_size"], seed)
                     for seed in range(1, options.seeds)
-                    for m in options.methods
+                    for m in methods
                     if m != "manual"  # there is nothing random in it
                 ]
             )
@@ -130,6 +130,7 @@ class Campaign:
         options = self.options
         assert options.sigma is not None
         assert options.queries is not None
+        size = 0.0 if method == "manual" else size  # it takes no step
         return Recipe(method, size, options.sigma, options.queries, options.batch, seed)
 
     def _settings(self, whom: Whom, seed: int) -> Settings:
@@ -147,19 +148,16 @@ class Campaign:
             options.single,
             seed=seed,
         )
-        rows = int(info["limits"]["rows"])
+        limits = info["limits"]
+        most = min(int(limits["rows"]), int(limits["texts"]))
         return Settings(
             space,
             options.epochs,
             options.patience,
-            self.budget(),
-            min(options.part, rows),
+            options.budget,
+            min(options.part, most),
             options.concurrency,
         )
-
-    def budget(self) -> int | None:
-        """Given, or what the epochs take: steps with their clean losses, validation, test."""
-        return self.options.budget
 
     @contextmanager
     def _progress(self) -> Iterator[Progress]:
@@ -201,13 +199,13 @@ class Campaign:
                     f"the service at {url} knows the classes {info['classes'][:3]}..., the data "
                     f"{list(shots.classes[:3])}...: start it with --classes"
                 )
-            if "bp" in options.methods and model is None:
+            if "bp" in (options.methods or ()) and model is None:
                 model = PromptedClip.load(options.model, shots.classes, options.template)
                 if model.digest() != info["digest"]:
                     raise FlopsError(f"--model {options.model} is not the model behind {url}")
-            whom = Whom(client, client.upload(shots.pixels), model)
+            whom = Whom(client, upload(client, shots.pixels, info["limits"]), model)
             mark = hashlib.sha256(shots.labels.numpy().tobytes()).hexdigest()[:16]
-            identity = {"model": info["digest"], "points": whom.points, "labels": mark}
+            identity = {"model": info["digest"], "points": whom.points.names, "labels": mark}
             found.put((whom, shots, identity))
         return found
 
@@ -215,6 +213,7 @@ class Campaign:
         options = self.options
         given = ["--model", options.model, "--template", options.template]
         given += ["--max-rows", str(max(1024, options.part)), "--max-tokens", "64"]
+        given += ["--max-stored", "65536"]
         if options.data != "fashion-shots":
             names = few_shots(options.data, options.shots, limit=1).classes
             listed = options.output / "classes.txt"

@@ -28,6 +28,7 @@ class Inquiry:
         self.objective, self.asked = objective, 0
         self._pending: Question | None = None
         self._work: Work[None] | None = None
+        self._failed: BaseException | None = None
         self._done = False
 
     def work(self) -> Work[None]:
@@ -50,6 +51,10 @@ class Inquiry:
         Raises:
             FlopsError: If there is nothing more to ask (see `done`).
         """
+        if self._failed is not None:
+            raise FlopsError(
+                f"this stopped with an error ({self._failed}); start anew from the last state"
+            ) from self._failed
         while self._pending is None and not self._done:  # past a pause
             self._advance(None)
         if self._pending is None:
@@ -78,7 +83,7 @@ class Inquiry:
     def restart(self, asked: int = 0) -> None:
         """Begin anew, with so many rows answered before."""
         self.asked = asked
-        self._pending = self._work = None
+        self._pending = self._work = self._failed = None
         self._done = False
 
     def _advance(self, sent: Tensor | None) -> None:
@@ -91,5 +96,8 @@ class Inquiry:
                 found = self._work.send(None)
         except StopIteration:
             self._done = True
+        except BaseException as error:
+            self._failed = error
+            raise
         else:
             self._pending = None if found is PAUSE else found

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from flops.allocators.base import Allocator
 from flops.blackbox.estimating import Options
 from flops.blackbox.evolution import Evolution
 from flops.blackbox.inquiry import Inquiry
+from flops.blackbox.names import TuneMethod
 from flops.blackbox.tuner import ORDER, Tuner
 from flops.blackbox.tuning import Stepper
 from flops.errors import FlopsError
@@ -34,9 +34,6 @@ from flops.meetings import Work
 from flops.noise import generator
 from flops.shaping import Shaping
 from flops.tasks.prompt import LocalObjective
-
-TuneMethod = Literal["manual", "bp", "lr", "ops-lr", "spsa", "ops-spsa", "shaped-lr", "cma-es"]
-TUNE_METHODS: tuple[TuneMethod, ...] = get_args(TuneMethod)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flops.blackbox.tuning import Progress, Tuning
 from flops.errors import FlopsError
 from flops.tasks.clip import PromptedClip
 from flops.tasks.few import FewShots
-from flops.tasks.prompt import LocalObjective, PromptSpace, ServiceObjective
+from flops.tasks.prompt import LocalObjective, PromptSpace, ServiceObjective, Uploaded
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Whom:
     """Whom a run asks: a service, or for backpropagation the model itself."""
 
     client: ServiceClient
-    points: str
+    points: Uploaded
     model: PromptedClip | None = None
 
 
@@ -75,11 +75,14 @@ def tune(
     """
     done = folder / "result.json"
     about = {**asdict(recipe), **asdict(settings), **identity}
+    for free in ("budget", "concurrency"):  # they change no question: a run may go on with others
+        del about[free]
     journal = Journal(folder / "journal.sqlite", about)
     try:
         if done.exists():
             kept: dict[str, Any] = json.loads(done.read_text())
-            return kept
+            if kept["budget"] == settings.budget:
+                return kept
         local, objective, space = None, None, settings.space
         if recipe.name == "manual":  # no prompt vectors at all
             space = replace(space, text_tokens=0, image_tokens=0)
@@ -121,7 +124,7 @@ def tune(
             {"z": run.best, **{n: w.contiguous() for n, w in space.projections.items()}},
             folder / "prompts.safetensors",
         )
-        result = _result(recipe, run, journal)
+        result = _result(recipe, run, journal) | {"budget": settings.budget}
         lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in run.history)
         (folder / "metrics.jsonl").write_text(lines)
         scratch = done.with_suffix(".part")

@@ -190,7 +190,7 @@ class Tuner(Inquiry):
         self.optimizer.zero_grad()
         clean = float(size) if self._estimator.reads_clean else 0.0
         self.report = StepReport(
-            loss=float(losses.mean()) if clean else float(spent.loss or torch.nan),
+            loss=float(losses.mean()) if clean or spent.loss is None else spent.loss,
             queries=ledger.rows,
             forward_equivalents=ForwardEquivalents(clean, ledger.queries, 0.0, 0.0),
             counts={NAME: spent.counts},

@@ -33,8 +33,8 @@ def table(results: Sequence[Result], methods: Sequence[str], price: float | None
     seeds = max(sum(1 for r in results if r["method"] == m and r["chosen"]) for m in methods)
     note = (
         "Test images, once, with the prompts that validate best. Queries: rows that were paid for, "
-        "validation and test included; texts: class texts that the service encoded for them. bp "
-        "asks a model of its own."
+        "validation and test included; texts: class texts that the service encoded for them; both "
+        "are of the runs shown, not of those that chose step sizes. bp asks a model of its own."
     )
     many = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "1 seed"
     return Sheet(f"Prompts of a black box, {many}", header, rows, note)

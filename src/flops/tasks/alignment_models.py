@@ -195,8 +195,9 @@ def _loading(name: str, allowed: str, kind: str, bare: bool = False) -> Iterator
             yield transformers, str(path) if local else name
     except (OSError, ValueError) as error:
         where = f"in {path}" if local else f"{name!r} on the Hugging Face hub"
-        reason = str(error).splitlines()[0]
-        raise type(error)(f"no {kind} {where} ({reason}). Give {allowed}") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        base = OSError if isinstance(error, OSError) else ValueError
+        raise base(f"no {kind} {where} ({reason}). Give {allowed}") from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:

@@ -14,8 +14,10 @@ class, which stays with whoever tunes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,30 +140,65 @@ def columns(logits: Tensor, labels: Tensor, kind: str) -> Tensor:
     return torch.cat([whole, logits], 1) if kind == EMBED else whole
 
 
+@dataclass(frozen=True)
+class Uploaded:
+    """Points at a service, in sets of ``size`` but for the last."""
+
+    names: tuple[str, ...]
+    size: int
+
+
+def upload(client: ServiceClient, pixels: Tensor, limits: Mapping[str, Any]) -> Uploaded:
+    """Upload points, in as many sets as the service's limits ask for."""
+    room = int(limits["upload_bytes"]) - 4096  # a little goes for names and shapes
+    size = min(room // max(1, pixels[0].numel()), int(limits["points"]), len(pixels))
+    if size < 1:
+        raise FlopsError(
+            f"the service takes uploads of {limits['upload_bytes']:,} bytes, less than one image"
+        )
+    return Uploaded(tuple(client.upload(part) for part in pixels.split(size)), size)
+
+
 @dataclass(frozen=True, eq=False)
 class ServiceObjective:
     """Asks a service; every request under its key.
 
     Attributes:
         client: Of the service.
-        points: Name of the uploaded points.
+        points: The uploaded points.
         labels: Class of each of them, shape (N,).
         space: How z becomes prompts; None asks without any prompt vectors.
     """
 
     client: ServiceClient
-    points: str
+    points: Uploaded
     labels: Tensor
     space: PromptSpace
 
     def answer(self, question: Question, key: str) -> Answer:
         """Losses, hits and costs."""
         text, image, of = prompts_of(self.space, question.parameters)
-        query = Query(self.points, question.points, text, of, image, of, key)
-        scores = self.client.ask(query)
-        found = columns(scores.logits, self.labels[question.points], question.kind)
-        cost = {"texts": scores.texts, "images": scores.images, "replays": int(scores.replayed)}
-        return Answer(found, cost)
+        sets = question.points // self.points.size
+        logits: Tensor | None = None
+        cost = {"texts": 0, "images": 0, "replays": 0}
+        for number in sets.unique().tolist():
+            at = torch.nonzero(sets == number).flatten()
+            rows = question.points[at] - number * self.points.size
+            one = key if len(at) == len(sets) else f"{key}-{number}"  # each set is a request
+            # Only the prompts of these rows: a prompt that no row has would be paid for.
+            used, place = of[at].unique(return_inverse=True)
+            query = Query(
+                self.points.names[number], rows, text[used], place, image[used], place, one
+            )
+            scores = self.client.ask(query)
+            if logits is None:
+                logits = scores.logits.new_empty(len(sets), scores.logits.size(1))
+            logits[at] = scores.logits
+            for name in ("texts", "images"):
+                cost[name] += int(getattr(scores, name))
+            cost["replays"] += int(scores.replayed)
+        assert logits is not None
+        return Answer(columns(logits, self.labels[question.points], question.kind), cost)
 
 
 @dataclass(frozen=True, eq=False)
