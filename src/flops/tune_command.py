@@ -16,7 +16,7 @@ from rich.console import Console
 from flops.blackbox.names import TUNE_METHODS, TuneMethod
 from flops.errors import FlopsError
 
-DEFAULT: tuple[TuneMethod, ...] = ("manual", "lr", "ops-lr", "shaped-lr", "bp")
+DEFAULT: tuple[TuneMethod, ...] = ("manual", "lr", "ops-lr", "cma-es", "bp")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Tune:
     """
 
     methods: tuple[TuneMethod, ...] | None = None
-    """Which ones, in the order of the table; None for manual, lr, ops-lr, shaped-lr and, where the
+    """Which ones, in the order of the table; None for manual, lr, ops-lr, cma-es and, where the
     service is this machine's own, bp. All: manual, bp, lr, ops-lr, spsa, ops-spsa, shaped-lr,
     cma-es."""
     preset: Literal["tiny", "paper"] = "tiny"

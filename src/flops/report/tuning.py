@@ -81,22 +81,20 @@ def plot(folder: Path, results: Sequence[Result]) -> Path:
     matplotlib.use("Agg")
     figure = require("matplotlib.figure", "plots").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    colours: dict[str, str] = {}
+    runs: dict[str, list[list[dict[str, float]]]] = {}
     for r in results:
-        if not r["chosen"] or r["method"] == "manual":
-            continue
-        name = f"{r['method']}-{r['step_size']:g}-seed{r['seed']}"
-        written = (folder / name / "metrics.jsonl").read_text().splitlines()
-        lines = [json.loads(line) for line in written]
-        new = r["method"] not in colours
-        colour = colours.setdefault(r["method"], f"C{len(colours)}")
-        axes.plot(
-            [line["asked"] for line in lines],
-            [line["validation_accuracy"] for line in lines],
-            color=colour,
-            alpha=0.8,
-            label=r["method"] if new else None,
-        )
+        if r["chosen"] and r["method"] != "manual":
+            name = f"{r['method']}-{r['step_size']:g}-seed{r['seed']}"
+            written = (folder / name / "metrics.jsonl").read_text().splitlines()
+            runs.setdefault(r["method"], []).append([json.loads(line) for line in written])
+    for number, (method, found) in enumerate(runs.items()):
+        for lines in found:
+            values = [line["validation_accuracy"] for line in lines]
+            axes.plot([x["asked"] for x in lines], values, color=f"C{number}", alpha=0.2)
+        epochs = list(zip(*found, strict=False))  # as far as all of them got
+        means = [statistics.fmean(x["validation_accuracy"] for x in lines) for lines in epochs]
+        asked = [lines[0]["asked"] for lines in epochs]
+        axes.plot(asked, means, color=f"C{number}", linewidth=2, label=method)
     for r in results:
         if r["method"] == "manual":
             axes.axhline(r["validation_accuracy"], color="grey", linestyle=":", label="manual")
