@@ -15,7 +15,7 @@ import torch
 from transformers import ViTForImageClassification
 from transformers.utils import logging
 
-from flops.results import preprocessor
+from flops.classifying import preprocessor
 from flops.tasks import vision
 from flops.tasks.pixels import ImageFormat
 

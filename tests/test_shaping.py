@@ -13,6 +13,7 @@ from flops import ForwardGradient, Group, LikelihoodRatio, diagnose
 from flops.allocators import Gaussian
 from flops.asking import Asked, ask
 from flops.directions import leading
+from flops.meetings import Work, at_once, completed
 from flops.moments import DENSE, Change, Factor, Grid, Moments
 from flops.posterior import posterior
 from flops.shaping import Shaping
@@ -420,9 +421,9 @@ def test_sequences_of_varying_length_learn_their_channels() -> None:
 def test_padding_is_never_asked(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def spy(*given: Any) -> Asked:
-        asked.append(ask(*given))
-        return asked[-1]
+    def spy(*given: Any) -> Work[Asked]:
+        asked.append(completed(ask(*given)))
+        return at_once(asked[-1])
 
     monkeypatch.setattr("flops.shaped_step.ask", spy)
     fg = sequence_engine(Padded().double())

@@ -58,7 +58,7 @@ def gone(process: int) -> bool:
 def test_the_tuner_is_killed(server, unbroken, tmp_path) -> None:
     chance, before = random.Random(1), charged(server.ledger)
     arguments = command(tmp_path, "--url", server.url)
-    for share in (0.1, 0.4, 0.8):
+    for share in (0.1, 0.3, 0.5):
         process = start(arguments)
         enough = before + int(ROWS * share)
         until(lambda: charged(server.ledger) >= enough or process.poll() is not None, 120)

@@ -5,6 +5,7 @@ Everything an estimator runs goes through here, so every query is counted and ev
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -258,8 +259,16 @@ class Queries:
                 f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding is felt in the "
                 f"slopes of easy points; raise sigma{nothing}, or see `flops.diagnose`",
                 PrecisionWarning,
-                stacklevel=5,
+                stacklevel=_outside(),
             )
+
+
+def _outside() -> int:
+    """How far up the stack the user's code is, for warnings that point there."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _between(passes: Passes, first: int, last: int) -> list[Call]:

@@ -17,6 +17,7 @@ from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, allocation
 from flops import plan as planning
 from flops import queries as querying
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
+from flops.meetings import at_once
 from tests.conftest import flat, gradients
 from tests.statistical.helpers import assert_mean
 
@@ -153,7 +154,7 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
         late = pool.gradients(binding, queries, later, spent.counts)
         return replace(spent, gradients={p: early[p] + late[p] for p in early})
 
-    monkeypatch.setattr("flops.engine.spend", spend)
+    monkeypatch.setattr("flops.engine.spending", lambda *given: at_once(spend(*given)))
 
 
 def test_pooled_pilots_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
