@@ -33,6 +33,8 @@ insert or ignore into totals values
 """
 Done = Callable[[Exception | None], None]
 
+PATIENCE = 3.0  # seconds to wait for the lock
+
 
 class LedgerError(FlopsError):
     """The ledger belongs to another model, is in use, or cannot be read or written."""
@@ -212,14 +214,19 @@ def _locked(path: Path) -> int:
     handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:  # no such locks on this system
-        pass
-    except OSError as error:
-        os.close(handle)
-        raise LedgerError(
-            f"the ledger {path} is in use by another service; stop it, or choose another file "
-            f"with --ledger"
-        ) from error
-    return handle
+        return handle
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except OSError as error:
+            if time.monotonic() < end:  # a process that was killed takes a moment to let go
+                time.sleep(0.05)
+                continue
+            os.close(handle)
+            raise LedgerError(
+                f"the ledger {path} is in use by another service; stop it, or choose another file "
+                f"with --ledger"
+            ) from error
