@@ -199,14 +199,17 @@ class NoiseStream:
                     part[:, : self._size] = found
         return out[: len(points), : self._size]
 
-    def parts(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+    def parts(
+        self, parts: Sequence[tuple[Tensor, Tensor]], compact: bool = True
+    ) -> Iterator[Tensor]:
         """Noise of parts (points, draws) in turn, all in one buffer: use each before the next.
 
         By one thread: others would wait for those of torch, which spin between two passes. Large
-        parts come as bits, for `values`: half the memory, and each value is looked up twice.
+        parts come as bits, for `values`, unless ``compact`` is False: half the memory, and each
+        value is looked up twice.
         """
         rows = max((len(points) for points, _ in parts), default=0)
-        compact = self._kind == "gaussian" and rows * self._size > COMPACT
+        compact = compact and self._kind == "gaussian" and rows * self._size > COMPACT
         buffer = self._buffer(rows, torch.int16 if compact else torch.float32)
         for points, draws in parts:
             yield self.rows(points, draws, buffer)

@@ -38,6 +38,7 @@ from flops.trace import LeafEnergies, jacobian_energy
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
 CHEAP = 0.1  # of a forward pass per point
+FEW = 8  # sites whose noise may be kept as bits
 PIECE = 1 << 12  # noise values of a row that are looked up at once
 
 
@@ -144,7 +145,9 @@ class LikelihoodRatio:
         stream = NoiseStream(self.noise, queries.key, queries.ids, draws, binding.size)
         slopes, once = [], slice(None, None, self.unit)  # a pair shares its draw
         chunks = list(queries.chunks(self.unit))
-        noise = stream.parts([(rows.points[once], rows.draws[once]) for rows in chunks])
+        # Bits of many small sites take longer to look up than their rows take to run.
+        compact = len(binding.sites) <= FEW
+        noise = stream.parts([(rows.points[once], rows.draws[once]) for rows in chunks], compact)
         for rows, z in zip(chunks, noise, strict=True):
             at = rows.points[once]
             z = z.to(device, dtype) if z.is_floating_point() else z  # (draws, size)
