@@ -27,15 +27,9 @@ __all__ = ["Query", "Scores", "ServiceClient", "ServiceError"]
 
 
 @dataclass(frozen=True, eq=False)
-class Query:
+class Query(ScoreRequest):
     """Rows to score under one key: see `ServiceClient.score`."""
 
-    points: str
-    rows: Tensor  # (Q,)
-    text: Tensor  # (P, m_T, text_width)
-    text_of: Tensor  # (Q,)
-    image: Tensor  # (R, m_I, image_width)
-    image_of: Tensor  # (Q,)
     key: str
 
 
@@ -148,8 +142,7 @@ class ServiceClient:
         """`score`, with the arguments in one."""
         if not KEY.fullmatch(query.key):
             raise ServiceError(f"the key {query.key!r} is not 1 to 128 letters, digits or _ . : -")
-        fields = {name: value for name, value in vars(query).items() if name != "key"}
-        body = ScoreRequest(**fields).body()
+        body = query.body()
 
         def read(response: httpx.Response) -> Scores:
             scores = _scores(response, len(query.rows), query.key)

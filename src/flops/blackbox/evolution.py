@@ -16,13 +16,13 @@ from torch import Tensor
 
 from flops.blackbox.inquiry import PAUSE, Inquiry
 from flops.blackbox.objective import Objective, Question
+from flops.blackbox.order import Order
 from flops.errors import FlopsError
 from flops.meetings import Work
-from flops.noise import generator, mix
+from flops.noise import mix
 from flops.tasks.optional import require
 
 FULL = 200  # parameters up to which the covariance is a full matrix
-ORDER = 11
 
 
 class Evolution(Inquiry):
@@ -53,7 +53,7 @@ class Evolution(Inquiry):
         if sigma <= 0:
             raise FlopsError(f"sigma must be positive, not {sigma}")
         cma = require("cma", "cma")
-        self.points, self.batch, self.seed = points, min(batch, points), seed
+        self._order = Order(points, batch, seed)
         # Its own source of numbers: the package would seed the one that everybody shares.
         source = np.random.Generator(np.random.PCG64(mix(seed, 19)))
         options: dict[str, Any] = {
@@ -77,7 +77,7 @@ class Evolution(Inquiry):
     @property
     def steps_per_epoch(self) -> int:
         """Batches in which every point comes once."""
-        return -(-self.points // self.batch)
+        return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
         """Rows of the next generation."""
@@ -105,9 +105,7 @@ class Evolution(Inquiry):
         self.steps += 1
 
     def _batch(self) -> Tensor:
-        epoch, place = divmod(self.steps, self.steps_per_epoch)
-        order = torch.randperm(self.points, generator=generator(self.seed, epoch, ORDER))
-        return order[place * self.batch : (place + 1) * self.batch]
+        return self._order.at(self.steps)
 
 
 class _quietly:

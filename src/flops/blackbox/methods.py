@@ -26,12 +26,12 @@ from flops.blackbox.estimating import Options
 from flops.blackbox.evolution import Evolution
 from flops.blackbox.inquiry import Inquiry
 from flops.blackbox.names import TuneMethod
-from flops.blackbox.tuner import ORDER, Tuner
+from flops.blackbox.order import Order
+from flops.blackbox.tuner import Tuner
 from flops.blackbox.tuning import Stepper
 from flops.errors import FlopsError
 from flops.estimators import SPSA, LikelihoodRatio
 from flops.meetings import Work
-from flops.noise import generator
 from flops.shaping import Shaping
 from flops.tasks.prompt import LocalObjective
 
@@ -103,7 +103,7 @@ class Backpropagation(Inquiry):
         super().__init__()
         self.theta = nn.Parameter(start.detach().clone())
         self.optimizer = torch.optim.Adam([self.theta], recipe.step_size)
-        self.points, self.batch, self.seed = points, min(recipe.batch, points), recipe.seed
+        self._order = Order(points, recipe.batch, recipe.seed)
         self.local, self.steps = objective, 0
 
     @property
@@ -114,7 +114,7 @@ class Backpropagation(Inquiry):
     @property
     def steps_per_epoch(self) -> int:
         """Batches in which every point comes once."""
-        return -(-self.points // self.batch)
+        return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
         """It asks nothing."""
@@ -122,9 +122,7 @@ class Backpropagation(Inquiry):
 
     def stepping(self) -> Work[None]:
         """One step, without a question."""
-        epoch, place = divmod(self.steps, self.steps_per_epoch)
-        order = torch.randperm(self.points, generator=generator(self.seed, epoch, ORDER))
-        points = order[place * self.batch : (place + 1) * self.batch]
+        points = self._order.at(self.steps)
         self.optimizer.zero_grad()
         self.local.losses(self.theta.expand(len(points), -1), points).mean().backward()
         self.optimizer.step()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,18 +22,17 @@ from flops.allocators.equal import Equal
 from flops.blackbox.estimating import Options, VectorEstimator
 from flops.blackbox.inquiry import PAUSE, Inquiry
 from flops.blackbox.objective import Objective, Question
+from flops.blackbox.order import Order
 from flops.distributed import Team
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
 from flops.groups import ResolvedGroup
 from flops.meetings import Work
-from flops.noise import generator
 from flops.queries import Ledger, Queries
 from flops.step_report import ForwardEquivalents, StepReport
 
 SCHEMA = 1
 AT_ONCE = 1 << 25  # noise values of one question, 128 MB
-ORDER = 11  # sets the order of points apart from noise
 NAME = "parameters"
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -89,8 +89,7 @@ class Tuner(Inquiry):
         super().__init__(objective)
         if start.dim() != 1 or len(start) == 0 or not start.is_floating_point():
             raise FlopsError(f"start must be a vector of floats, not of shape {tuple(start.shape)}")
-        if points < 1 or batch < 1:
-            raise FlopsError(f"need at least one point and a batch of one: {points}, {batch}")
+        self._order = Order(points, batch, seed)
         if embeddings is not None and len(embeddings) != points:
             raise FlopsError(f"need an embedding of each of the {points} points")
         shapes = parts or {NAME: tuple(start.shape)}
@@ -123,7 +122,7 @@ class Tuner(Inquiry):
     @property
     def steps_per_epoch(self) -> int:
         """Batches in which every point comes once; the last may be short."""
-        return -(-self.points // self.batch)
+        return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
         """Rows that the next step asks for."""
@@ -204,10 +203,7 @@ class Tuner(Inquiry):
         self.steps += 1
 
     def _batch(self, step: int) -> Tensor:
-        """Points of a step: every epoch in an order of its own."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(self.points, generator=generator(self.seed, epoch, ORDER))
-        return order[place * self.batch : (place + 1) * self.batch]
+        return self._order.at(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, between two steps."""
@@ -238,4 +234,5 @@ class Tuner(Inquiry):
         self.allocator.load_state_dict(copy.deepcopy(state["allocator"]))
         self.memory = copy.deepcopy(dict(state["memory"]))
         self.seed, self.steps = int(state["seed"]), int(state["steps"])
+        self._order = replace(self._order, seed=self.seed)
         self.restart(int(state["asked"]))

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from flops.tasks import images
 from flops.tasks.captions import TEMPLATES, class_captions
-from flops.tasks.folders import EXTENSIONS
-from flops.tasks.optional import require
+from flops.tasks.folders import EXTENSIONS, Files
 from flops.tasks.pixels import ImageFormat
 from flops.tasks.splits import ImageSplit, LazySplit, Listing, StoredSplit, hold_out
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 EMBEDDED = "fashion"
 CHOICES = 10  # captions of which one is right, where they are free
@@ -176,25 +175,11 @@ def _named(
     return PairSplit(pictures, rows, captions, labels, classes, templates)
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Image files by path."""
-
-    paths: tuple[Path, ...]
-
-    def open(self, row: int) -> Image:
-        image: Image = require("PIL.Image").open(self.paths[row])
-        return image
-
-    def name(self, row: int) -> str:
-        return str(self.paths[row])
-
-
 def _free(name: str, pairs: Mapping[Path, str], format: ImageFormat, limit: int | None) -> PairData:
     """Pairs of a single list: a tenth each is held out for validation and test, at most 1,000."""
     if len(pairs) < 10:
         raise ValueError(f"{name} has {len(pairs)} pairs: 10 are needed, to hold some out")
-    files, captions = _Files(tuple(pairs)), tuple(pairs.values())
+    files, captions = Files(tuple(pairs)), tuple(pairs.values())
     size = min(MOST_HELD, max(2, len(pairs) // 10))
     rest, held = hold_out(np.zeros(len(pairs), dtype=np.int64), 2 * size)
     parts = [part[:limit] for part in (rest, held[:size], held[size:])]
