@@ -8,13 +8,16 @@ backpropagation, looked at after every epoch:
 - dimensions: how many directions hold 95 % of the points' energy (of 704).
 - stale: share of the points' energy in the best 15 directions of 8 steps before.
 
-And along runs of likelihood ratio, isotropic and shaped: the cosine to the exact gradient of the
-batch, how much of that gradient's length the estimate has along it, and the captured energy.
+And along runs of likelihood ratio (isotropic; with a learned allocation; shaped by losses alone;
+shaped and remembering logits): the cosine to the exact gradient of the batch, how much of that
+gradient's length the estimate has along it, the captured energy, and V, the summed variance of
+isotropic draws with the method's counts over that with equal ones ("least": with the best counts).
 """
 
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +26,16 @@ from rich.progress import track
 from torch import Tensor
 
 from flops import LikelihoodRatio, Shaping
-from flops.allocators import Equal
+from flops.allocators import Equal, Gaussian
 from flops.blackbox.objective import Question
 from flops.blackbox.tuner import Tuner
 from flops.tasks.clip import PromptedClip
 from flops.tasks.few import few_shots
-from flops.tasks.prompt import LocalObjective, PromptSpace
+from flops.tasks.prompt import LocalObjective, PromptSpace, outputs_of
 
 EPOCHS, BATCH, RATE, SIGMA = 14, 64, 0.1, 0.01
 LAG, TOP = 8, 15
+NAMES = ("isotropic", "allocated", "shaped", "remembering")
 
 
 def objective() -> tuple[LocalObjective, Tensor]:
@@ -72,24 +76,29 @@ def geometry(local: LocalObjective, train: Tensor) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def estimates(
-    local: LocalObjective, train: Tensor, estimator: LikelihoodRatio, queries: int
-) -> dict[str, float]:
+def estimates(local: LocalObjective, train: Tensor, name: str, queries: int) -> dict[str, float]:
     """Along a run of an estimator, means from the third epoch on."""
+    start, remembers = local.space.start(), name == "remembering"
+    shaping = Shaping() if name in ("shaped", "remembering") else None
+    asked = replace(local, shown=remembers)
     tuner = Tuner(
-        local.space.start(),
+        start,
         len(train),
-        lambda z, points: local.answer(Question(z, points), "").columns,
-        estimator=estimator,
+        lambda z, points: asked.answer(Question(z, points), "").columns,
+        estimator=LikelihoodRatio(SIGMA, shaping=shaping),
         queries=queries,
-        allocator=Equal(),
+        allocator=Gaussian() if name == "allocated" else Equal(),
         learning_rate=RATE,
         parts=local.space.parts,
+        outputs=outputs_of(local.labels) if remembers else None,
+        embeddings=local.logits(start.expand(len(train), -1), train).detach(),
     )
-    found: dict[str, list[float]] = {"cosine": [], "length": [], "captured": []}
+    kinds = ("cosine", "length", "captured", "V", "least V")
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(EPOCHS * tuner.steps_per_epoch):
         points = tuner._batch(tuner.steps)
-        exact = gradients(local, tuner.theta, points).mean(0)
+        whole = gradients(local, tuner.theta, points)
+        exact, energy = whole.mean(0), whole.square().sum(1)
         before: list[Tensor] = []
         handle = tuner.optimizer.register_step_pre_hook(
             lambda *_, kept=before: kept.append(tuner.theta.grad.clone())  # type: ignore[union-attr]
@@ -101,6 +110,10 @@ def estimates(
             found["length"].append(float(before[0] @ exact / exact.square().sum()))
             shaped = [s.captured for s in report.shaping.values()]
             found["captured"] += shaped
+            counts, equal = report.counts["parameters"], float(energy.sum()) / queries
+            found["V"].append(float((energy / counts).sum()) / equal)
+            best = float(energy.sqrt().sum()) ** 2 / (queries * len(points))
+            found["least V"].append(best / equal)
     columns = local.answer(Question(tuner.parameters.expand(len(train), -1), train), "").columns
     means = {name: statistics.fmean(values) for name, values in found.items() if values}
     return means | {"training loss": float(columns[:, 0].mean())}
@@ -110,8 +123,7 @@ def run() -> dict[str, Any]:
     """Geometry, and cosines by estimator."""
     local, train = objective()
     results: dict[str, Any] = {"gradients along backpropagation": geometry(local, train)}
-    cases = [(n, q) for q in (20, 60) for n in ("isotropic", "shaped")]
+    cases = [(n, q) for q in (20, 60) for n in NAMES]
     for name, queries in track(cases, description="prompts", transient=True):
-        estimator = LikelihoodRatio(SIGMA, shaping=Shaping() if name == "shaped" else None)
-        results[f"{name}, {queries} queries"] = estimates(local, train, estimator, queries)
+        results[f"{name}, {queries} queries"] = estimates(local, train, name, queries)
     return results

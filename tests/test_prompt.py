@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from flops.tasks.prompt import (
     LocalObjective,
     PromptSpace,
     ServiceObjective,
+    outputs_of,
     prompts_of,
     upload,
 )
@@ -161,6 +164,22 @@ def test_columns_are_cross_entropy_and_hits(local) -> None:
     torch.testing.assert_close(found[:, 2:], logits, rtol=1e-4, atol=1e-4)
 
 
+def test_logits_are_shown_to_whoever_reads_them_and_make_the_loss(local) -> None:
+    points = torch.arange(50)
+    theta = space().start().expand(50, -1)
+    shown = replace(local, shown=True)
+    for kind, width in (("query", 12), ("clean", 12), ("validation", 2), ("test", 2)):
+        assert local.answer(Question(theta, points, kind), "").columns.shape == (50, 2)
+        assert shown.answer(Question(theta, points, kind), "").columns.shape == (50, width)
+    answer = shown.answer(Question(theta, points), "").columns
+    outputs = outputs_of(local.labels)
+    read = outputs.read(answer)
+    torch.testing.assert_close(read.mean(1), torch.zeros(50), rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs.loss(read, points), answer[:, 0], rtol=1e-4, atol=1e-5)
+    expected = answer[:, 2:].softmax(1) - F.one_hot(local.labels[points], 10)
+    torch.testing.assert_close(outputs.derivative(answer, points), expected, rtol=1e-3, atol=1e-5)
+
+
 def test_backpropagation_steps_along_the_gradient(local) -> None:
     start = space().start()
     method = Backpropagation(start, 20, local, Recipe("bp", 0.1, batch=20))
@@ -184,7 +203,8 @@ def test_methods_are_configurations_of_the_tuner() -> None:
     start, parts = space().start(), space().parts
 
     def made(name: str):
-        return stepper(Recipe(name, 0.1, 0.05, 8, 4, 3), start, 20, parts)
+        outputs = outputs_of(torch.zeros(20, dtype=torch.long))
+        return stepper(Recipe(name, 0.1, 0.05, 8, 4, 3), start, 20, parts, outputs=outputs)
 
     assert made("manual") is None
     kinds = {
@@ -201,6 +221,7 @@ def test_methods_are_configurations_of_the_tuner() -> None:
         assert type(options).__name__ == estimator
         assert type(tuner.allocator).__name__ == allocator
         assert (options.shaping is not None) == shaped
+        assert (tuner._estimator.remembering is not None) == shaped
         assert (options.sigma, tuner.seed, tuner.batch) == (0.05, 3, 4)
         assert tuner.optimizer.defaults["lr"] == 0.1
         assert tuner.step_cost() == 4 + 4 * 8

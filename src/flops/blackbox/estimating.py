@@ -14,7 +14,7 @@ the answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from flops.asking import Space
 from flops.blackbox.objective import Question
+from flops.blackbox.outputs import Outputs
+from flops.blackbox.remembering import Remembering
 from flops.errors import FlopsError
 from flops.estimators import ES, SPSA, LikelihoodRatio
 from flops.estimators.likelihood_ratio import accumulate
@@ -45,11 +47,14 @@ class VectorEstimator:
         options: Which one, and its settings; what it says of targets does not matter here.
         theta: The vector.
         parts: Name and shape of each part of the vector, which shaped noise learns apart.
+        outputs: What shaped noise may read from answers beside the losses.
     """
 
     options: Options
     theta: nn.Parameter
     parts: Sequence[tuple[str, tuple[int, ...]]]
+    outputs: Outputs | None = None
+    remembering: Remembering | None = field(default=None, init=False)
 
     whole_model = True
 
@@ -59,6 +64,15 @@ class VectorEstimator:
             raise FlopsError(
                 f"a black box is asked by LikelihoodRatio, ES or SPSA, not by {self.options!r}"
             )
+        if self.outputs is None:
+            return
+        shaping = self.options.shaping
+        if shaping is None:
+            raise FlopsError(
+                "outputs are read by shaped noise only: give the estimator a Shaping()"
+            )
+        known = Remembering(self.kind, self.theta.numel(), shaping.unbiased)
+        object.__setattr__(self, "remembering", known)
 
     @property
     def unit(self) -> int:
@@ -98,7 +112,14 @@ class VectorEstimator:
         raise NotImplementedError("a black box answers questions: use work()")
 
     def work(self, binding: Any, queries: Queries) -> Work[Estimate]:
-        """Ask, and average slope times noise."""
+        """Ask, and average slope times noise.
+
+        Args:
+            binding: Answers of the clean pass, for estimators that read outputs.
+            queries: Of this step.
+        """
+        if self.remembering is not None:
+            return (yield from self._remembered(self.remembering, binding, queries))
         if self.options.shaping is not None:
             return (yield from self._shaped(queries))
         estimate = yield from (self._together if self.shared else self._apart)(queries)
@@ -136,7 +157,7 @@ class VectorEstimator:
                 queries.ledger.rows += batch
                 queries.ledger.queries += batch
                 answer = yield Question(shifted.expand(batch, -1), ids)
-                losses.append(answer.mean())
+                losses.append(answer[:, 0].mean())
             clean = queries.losses.mean()
             w = self.options._slopes(torch.stack(losses), clean)
             gradient.add_(z, alpha=float(w))
@@ -162,6 +183,27 @@ class VectorEstimator:
         gradients = {self.theta: found.delta.mean(0)}
         return Estimate(gradients, found.slopes, found.points, size, shaped=found.shaped)
 
+    def _remembered(
+        self, remembering: Remembering, clean: Tensor, queries: Queries
+    ) -> Work[Estimate]:
+        """What outputs do is remembered from step to step."""
+        assert self.outputs is not None
+        at_clean = self.outputs.read(clean)
+        draws, once = queries.counts // self.unit, slice(None, None, self.unit)
+        stream = remembering.stream(queries.key, queries.ids, draws.tolist())
+        losses, slopes = [], []
+        for rows in queries.chunks(self.unit):
+            z = stream.rows(rows.points[once], rows.draws[once])
+            answer = yield from self._answer(queries, rows, z)
+            losses.append(self._slopes(answer[:, 0], queries.losses[rows.points]))
+            slopes.append(self._slopes(self.outputs.read(answer), at_clean[rows.points]))
+        w, points = queries.everyone(losses, self.unit, torch.float32)
+        r = self.outputs.derivative(clean, torch.tensor(queries.ids))
+        found = remembering.estimate(queries, torch.cat(slopes), draws, r)
+        queries.warn_if_rounding(_changes(w) * self.options.sigma)
+        gradients = {self.theta: found.delta.mean(0)}
+        return Estimate(gradients, w, points, float(self.theta.numel()), shaped=found.shaped)
+
     def _grids(self) -> tuple[list[Grid], list[str]]:
         grids, offset = [], 0
         for _, shape in self.parts:
@@ -172,16 +214,24 @@ class VectorEstimator:
 
     def _ask(self, queries: Queries, rows: Rows, z: Tensor) -> Work[Tensor]:
         """Slopes of the draws of some rows."""
+        answer = yield from self._answer(queries, rows, z)
+        return self._slopes(answer[:, 0], queries.losses[rows.points])
+
+    def _answer(self, queries: Queries, rows: Rows, z: Tensor) -> Work[Tensor]:
+        """Columns of some rows, given the noise of their draws; charged."""
         signed = z.repeat_interleave(self.unit, 0) * rows.signs.unsqueeze(1)
         parameters = torch.add(self.theta.detach(), signed, alpha=self.options.sigma)
         queries.ledger.rows += len(rows)
         queries.ledger.queries += len(rows)
         ids = torch.tensor(queries.ids)
-        losses = yield Question(parameters, ids[rows.points])
-        clean = queries.losses[rows.points]
+        answer: Tensor = yield Question(parameters, ids[rows.points])
+        return answer
+
+    def _slopes(self, values: Tensor, clean: Tensor) -> Tensor:
+        """Of losses or outputs, by draw."""
         if isinstance(self.options, LikelihoodRatio):
-            return self.options._difference(losses, clean) / self.options.sigma
-        return self.options._slopes(losses, clean)
+            return self.options._difference(values, clean) / self.options.sigma
+        return self.options._slopes(values, clean)
 
 
 def _changes(slopes: Tensor) -> Tensor:

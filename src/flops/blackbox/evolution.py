@@ -97,8 +97,8 @@ class Evolution(Inquiry):
         values = []
         for candidate in asked:
             vector = torch.from_numpy(np.asarray(candidate)).float()
-            losses = yield Question(vector.expand(len(points), -1), points)
-            values.append(float(losses.double().mean()))
+            answer = yield Question(vector.expand(len(points), -1), points)
+            values.append(float(answer[:, 0].double().mean()))
         with _quietly():
             self._search.tell(asked, values)
         self.loss = sum(values) / len(values)

@@ -13,14 +13,11 @@ PAUSE = object()
 
 
 class Inquiry:
-    """Something that asks: `work` yields questions and is sent the answers' losses.
+    """Something that asks: `work` yields questions and is sent answers, shape (Q, k), losses first.
 
     Attributes:
         asked: Rows that were answered so far.
-        wants_columns: Whether the answers' other columns are sent as well.
     """
-
-    wants_columns = False
 
     def __init__(self, objective: Objective | None = None) -> None:
         if objective is not None and not callable(objective):
@@ -72,7 +69,7 @@ class Inquiry:
         columns = checked(answer, self._pending)
         self.asked += len(self._pending)
         self._pending = None
-        self._advance(columns if self.wants_columns else columns[:, 0])
+        self._advance(columns)
 
     def answer(self, question: Question) -> Tensor:
         """Ask the objective."""

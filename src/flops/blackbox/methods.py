@@ -7,7 +7,7 @@
 | ops-lr | the same | Gaussian, the paper's |
 | spsa | signs in pairs, own for every point | equal |
 | ops-spsa | the same | Gaussian |
-| shaped-lr | where earlier queries found the gradient | Gaussian |
+| shaped-lr | Gaussian; what all queries said of the logits is remembered | Gaussian |
 | cma-es | a population, one vector for the batch | |
 | bp | none: backpropagation through a model of one's own, the bound | |
 """
@@ -27,6 +27,7 @@ from flops.blackbox.evolution import Evolution
 from flops.blackbox.inquiry import Inquiry
 from flops.blackbox.names import TuneMethod
 from flops.blackbox.order import Order
+from flops.blackbox.outputs import Outputs
 from flops.blackbox.tuner import Tuner
 from flops.blackbox.tuning import Stepper
 from flops.errors import FlopsError
@@ -63,8 +64,18 @@ def stepper(
     points: int,
     parts: dict[str, tuple[int, ...]],
     local: LocalObjective | None = None,
+    outputs: Outputs | None = None,
 ) -> Stepper | None:
-    """What takes the steps of a method; None for the manual prompt."""
+    """What takes the steps of a method; None for the manual prompt.
+
+    Args:
+        recipe: The method.
+        start: Parameters to start from.
+        points: How many points there are.
+        parts: Of the parameters.
+        local: The model itself, for bp.
+        outputs: What shaped noise reads from answers.
+    """
     if recipe.name == "manual":
         return None
     if recipe.name == "cma-es":
@@ -90,6 +101,7 @@ def stepper(
         batch=recipe.batch,
         learning_rate=recipe.step_size,
         parts=parts,
+        outputs=outputs if estimator.shaping is not None else None,
         seed=recipe.seed,
     )
 

@@ -21,7 +21,13 @@ from flops.blackbox.tuning import Progress, Tuning
 from flops.errors import FlopsError
 from flops.tasks.clip import PromptedClip
 from flops.tasks.few import FewShots
-from flops.tasks.prompt import LocalObjective, PromptSpace, ServiceObjective, Uploaded
+from flops.tasks.prompt import (
+    LocalObjective,
+    PromptSpace,
+    ServiceObjective,
+    Uploaded,
+    outputs_of,
+)
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,10 @@ def tune(
             images = whom.model.prepare(shots.pixels)
             objective = local = LocalObjective(whom.model, images, shots.labels, space)
         asked: KeyedObjective = objective or ServiceObjective(
-            whom.client, whom.points, shots.labels, space
+            whom.client, whom.points, shots.labels, space, shown=recipe.name == "shaped-lr"
         )
-        start = space.start()
-        steps = stepper(recipe, start, len(shots.points.train), space.parts, local)
+        start, outputs = space.start(), outputs_of(shots.labels)
+        steps = stepper(recipe, start, len(shots.points.train), space.parts, local, outputs)
         compares = isinstance(steps, Tuner) and isinstance(steps.allocator, Learner)
 
         def embed(logits: Any) -> None:

@@ -23,6 +23,7 @@ from flops.blackbox.estimating import Options, VectorEstimator
 from flops.blackbox.inquiry import PAUSE, Inquiry
 from flops.blackbox.objective import Objective, Question
 from flops.blackbox.order import Order
+from flops.blackbox.outputs import Outputs
 from flops.distributed import Team
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
@@ -54,6 +55,8 @@ class Tuner(Inquiry):
         parts: Name and shape of each part of the vector, such as
             ``{"text": (12, 500), "image": (10, 500)}``: shaped noise learns positions and channels
             of each. One flat part if None.
+        outputs: Of an objective whose answers show more than losses: shaped noise then remembers,
+            from step to step, how the outputs of every point follow the parameters.
         embeddings: What the Gaussian allocator compares points by, shape (points, E).
         seed: Key of the noise and of the order of points.
 
@@ -83,6 +86,7 @@ class Tuner(Inquiry):
         learning_rate: float = 1e-4,
         optimizer: OptimizerFactory | None = None,
         parts: dict[str, tuple[int, ...]] | None = None,
+        outputs: Outputs | None = None,
         embeddings: Tensor | None = None,
         seed: int = 0,
     ) -> None:
@@ -97,7 +101,7 @@ class Tuner(Inquiry):
             raise FlopsError(f"the parts {shapes} do not add up to {len(start)} parameters")
         self.theta = nn.Parameter(start.detach().to("cpu", torch.float32, copy=True))
         options = estimator or LikelihoodRatio(sigma=1e-2)
-        known = VectorEstimator(options, self.theta, tuple(shapes.items()))
+        known = VectorEstimator(options, self.theta, tuple(shapes.items()), outputs)
         self._estimator = known
         self.group = ResolvedGroup(NAME, {}, (self.theta,), known, queries)
         least = known.unit
@@ -149,13 +153,14 @@ class Tuner(Inquiry):
             yield PAUSE
 
     def stepping(self) -> Work[None]:
-        """One step: yields questions, is sent their losses."""
+        """One step: yields questions, is sent their answers."""
         started, points = time.perf_counter(), self._batch(self.steps)
         size = len(points)
-        losses = torch.full((size,), torch.nan)
+        answer = torch.full((size, 1), torch.nan)
         if self._estimator.reads_clean:
             # One vector for all rows: whoever answers has to prepare it once.
-            losses = yield Question(self.theta.detach().clone().expand(size, -1), points, "clean")
+            answer = yield Question(self.theta.detach().clone().expand(size, -1), points, "clean")
+        losses = answer[:, 0]
         key, memory, allocator = (self.seed, self.steps, 0), dict(self.memory), self.allocator
         allocator = copy.copy(allocator)
         ledger = Ledger()
@@ -183,7 +188,7 @@ class Tuner(Inquiry):
             memory,
             Team(),
         )
-        spent = yield from spending(self.group, None, allocator, signal, queries)
+        spent = yield from spending(self.group, answer, allocator, signal, queries)
         self.theta.grad = spent.gradients[self.theta].to(self.theta)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Stepper(Protocol):
         ...
 
     def stepping(self) -> Work[None]:
-        """One step: yields questions, is sent their losses."""
+        """One step: yields questions, is sent their answers."""
         ...
 
 
@@ -105,8 +105,6 @@ class Tuning(Inquiry):
     test_loss: float = field(default=float("nan"), init=False)
     test_accuracy: float = field(default=float("nan"), init=False)
 
-    wants_columns = True
-
     def __post_init__(self) -> None:
         """Nothing was asked yet."""
         Inquiry.__init__(self)
@@ -126,7 +124,7 @@ class Tuning(Inquiry):
                 if not self._affords(self.stepper.step_cost()):
                     self.stopped = "budget"
                     break
-                yield from losses_of(self.stepper.stepping())
+                yield from self.stepper.stepping()
             if self.stepper.steps == before:  # validated already, and the test is still paid for
                 break
             epoch += 1
@@ -173,17 +171,6 @@ class Tuning(Inquiry):
 
     def _all(self, parameters: Tensor, points: Tensor, kind: str) -> Question:
         return Question(parameters.expand(len(points), -1), points, kind)
-
-
-def losses_of(work: Work[None]) -> Work[None]:
-    """Work that is sent losses, for one who has answers with several columns."""
-    sent: Any = None
-    while True:
-        try:
-            question = work.send(sent)
-        except StopIteration:
-            return
-        sent = None if question is None else (yield question)[:, 0]
 
 
 def _mean(seen: Tensor) -> tuple[float, float]:

@@ -26,11 +26,13 @@ from torch import Tensor
 from flops.blackbox.client import Query, ServiceClient
 from flops.blackbox.journal import Answer
 from flops.blackbox.objective import Question
+from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError
 from flops.noise import generator
 from flops.tasks.clip import PromptedClip
 
 EMBED = "embed"  # kind of question whose answer also has the logits
+STEPS = ("clean", "query")  # kinds whose answers have them where logits are read
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,26 @@ def prompts_of(space: PromptSpace, parameters: Tensor) -> tuple[Tensor, Tensor, 
     return text, image, of if shared else torch.arange(len(parameters))
 
 
-def columns(logits: Tensor, labels: Tensor, kind: str) -> Tensor:
-    """Loss and whether the class was found; for embeddings the logits as well."""
+def columns(logits: Tensor, labels: Tensor, kind: str, shown: bool = False) -> Tensor:
+    """Loss and whether the class was found; the logits as well for embeddings, or if shown."""
     losses = F.cross_entropy(logits, labels, reduction="none")
     found = [losses, (logits.argmax(1) == labels).float()]
     whole = torch.stack(found, 1)
-    return torch.cat([whole, logits], 1) if kind == EMBED else whole
+    wanted = kind == EMBED or (shown and kind in STEPS)
+    return torch.cat([whole, logits], 1) if wanted else whole
+
+
+def outputs_of(labels: Tensor) -> Outputs:
+    """Logits of such answers, less their mean, which changes no loss."""
+
+    def centred(answer: Tensor) -> Tensor:
+        logits = answer[:, 2:]
+        return logits - logits.mean(1, keepdim=True)
+
+    def loss(outputs: Tensor, points: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels[points], reduction="none")
+
+    return Outputs(centred, loss)
 
 
 @dataclass(frozen=True)
@@ -168,12 +184,14 @@ class ServiceObjective:
         points: The uploaded points.
         labels: Class of each of them, shape (N,).
         space: How z becomes prompts; None asks without any prompt vectors.
+        shown: Whether the answers of steps have the logits, which the service sends anyway.
     """
 
     client: ServiceClient
     points: Uploaded
     labels: Tensor
     space: PromptSpace
+    shown: bool = False
 
     def answer(self, question: Question, key: str) -> Answer:
         """Losses, hits and costs."""
@@ -198,7 +216,8 @@ class ServiceObjective:
                 cost[name] += int(getattr(scores, name))
             cost["replays"] += int(scores.replayed)
         assert logits is not None
-        return Answer(columns(logits, self.labels[question.points], question.kind), cost)
+        labels = self.labels[question.points]
+        return Answer(columns(logits, labels, question.kind, self.shown), cost)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +229,7 @@ class LocalObjective:
     labels: Tensor
     space: PromptSpace
     rows: int = 64
+    shown: bool = False
 
     def logits(self, parameters: Tensor, points: Tensor) -> Tensor:
         """Differentiable in the parameters."""
@@ -230,7 +250,7 @@ class LocalObjective:
             for begin in range(0, len(question), self.rows):
                 part = question.part(begin, begin + self.rows)
                 logits = self.logits(part.parameters, part.points).clone()
-                found.append(columns(logits, self.labels[part.points], part.kind))
+                found.append(columns(logits, self.labels[part.points], part.kind, self.shown))
                 shared = len(part) > 1 and part.parameters.stride(0) == 0
                 texts += (1 if shared else len(part)) * len(self.model.classes)
         return Answer(torch.cat(found).clone(), {"texts": texts, "images": len(question)})

@@ -1,0 +1,59 @@
+"""Answers that say more than a loss: outputs of the black box, of which the loss is a function.
+
+A service that returns logits returns with every query how all of them change, at no further price.
+The loss is made of them at home, so its derivative by the outputs is known; what is not known, and
+is learned from all queries of a run (`flops.blackbox.remembering`), is how outputs depend on the
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flops.errors import FlopsError
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """Outputs of an objective whose answers have several columns.
+
+    Args:
+        of: Outputs of an answer: ``outputs = of(columns)``, shapes (Q, k) and (Q, K). They should
+            hold nothing that the loss does not depend on: logits less their mean, say.
+        loss: Losses of outputs: ``losses = loss(outputs, points)``, shapes (Q, K), (Q,) and (Q,),
+            differentiable by the outputs.
+    """
+
+    of: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def derivative(self, columns: Tensor, points: Tensor) -> Tensor:
+        """Of each row's loss by its outputs, shape (Q, K).
+
+        Raises:
+            FlopsError: If the loss of the outputs is not the answer's own.
+        """
+        outputs = self.read(columns).detach().requires_grad_()
+        with torch.enable_grad():
+            losses = self.loss(outputs, points)
+            (found,) = torch.autograd.grad(losses.sum(), outputs)
+        own = columns[:, 0]
+        if losses.shape != own.shape or not torch.allclose(losses.detach(), own, 1e-3, 1e-3):
+            raise FlopsError("`outputs.loss` does not give the losses that the objective answers")
+        return found
+
+    def read(self, columns: Tensor) -> Tensor:
+        """Outputs of an answer, checked."""
+        outputs = self.of(columns)
+        if outputs.dim() != 2 or len(outputs) != len(columns) or outputs.size(1) < 1:
+            raise FlopsError(
+                f"`outputs.of` must make (rows, outputs) of an answer of shape "
+                f"{tuple(columns.shape)}, not {tuple(outputs.shape)}"
+            )
+        if not bool(torch.isfinite(outputs).all()):
+            raise FlopsError("the objective returned outputs that are not finite")
+        return outputs
