@@ -16,7 +16,7 @@ from rich.console import Console
 from flops.blackbox.names import TUNE_METHODS, TuneMethod
 from flops.errors import FlopsError
 
-DEFAULT: tuple[TuneMethod, ...] = ("manual", "lr", "ops-lr", "cma-es", "bp")
+DEFAULT: tuple[TuneMethod, ...] = ("manual", "lr", "ops-lr", "shaped-lr", "cma-es", "bp")
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Tune:
     """
 
     methods: tuple[TuneMethod, ...] | None = None
-    """Which ones, in the order of the table; None for manual, lr, ops-lr, cma-es and, where the
-    service is this machine's own, bp. All: manual, bp, lr, ops-lr, spsa, ops-spsa, shaped-lr,
-    cma-es."""
+    """Which ones, in the order of the table; None for manual, lr, ops-lr, shaped-lr, cma-es and,
+    where the service is this machine's own, bp. All: manual, bp, lr, ops-lr, spsa, ops-spsa,
+    shaped-lr, cma-es."""
     preset: Literal["tiny", "paper"] = "tiny"
     """Sizes that go together: tiny for the bundled model, or those of the paper (10 image and 12
     text prompt vectors of 500 dimensions each, 60 queries, learning rate 1e-4, 50 epochs). What
