@@ -7,6 +7,7 @@ backpropagation, looked at after every epoch:
   point draws for itself is paid for by the former, and only the latter is wanted.
 - dimensions: how many directions hold 95 % of the points' energy (of 704).
 - stale: share of the points' energy in the best 15 directions of 8 steps before.
+- moved: change of the Jacobians of the points' logits since an epoch before, over their energy.
 
 And along runs of likelihood ratio (isotropic; with a learned allocation; shaped by losses alone;
 shaped and remembering logits): the cosine to the exact gradient of the batch, how much of that
@@ -52,14 +53,28 @@ def gradients(local: LocalObjective, z: Tensor, points: Tensor) -> Tensor:
     return torch.autograd.grad(local.losses(rows, points).sum(), rows)[0]
 
 
+def jacobians(local: LocalObjective, z: Tensor, points: Tensor) -> Tensor:
+    """Of every point's logits less their mean, shape (n, classes, d)."""
+    rows = z.detach().expand(len(points), -1).clone().requires_grad_()
+    logits = local.logits(rows, points)
+    logits = logits - logits.mean(1, keepdim=True)
+    parts = [torch.autograd.grad(column.sum(), rows, retain_graph=True)[0] for column in logits.T]
+    return torch.stack(parts, 1)
+
+
 def geometry(local: LocalObjective, train: Tensor) -> dict[str, float]:
     """Along a run of backpropagation, medians over its epochs but the first two."""
     z = local.space.start().requires_grad_()
     optimizer = torch.optim.Adam([z], RATE)
-    found: dict[str, list[float]] = {"spread": [], "dimensions": [], "stale": []}
+    found: dict[str, list[float]] = {"spread": [], "dimensions": [], "stale": [], "moved": []}
     past: list[Tensor] = []
+    before: Tensor | None = None
     for epoch in range(EPOCHS):
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))
+        now = jacobians(local, z, train)
+        if epoch > 1 and before is not None:
+            found["moved"].append(float((now - before).square().sum() / now.square().sum()))
+        before = now
         for points in train[order].split(BATCH):
             whole = gradients(local, z, train)
             _, sizes, directions = torch.linalg.svd(whole, full_matrices=False)
