@@ -27,7 +27,7 @@ from flops.settings import merged
 from flops.trainer import Trainer
 
 METHODS = ("bp", "lr", "ops-lr", "shaped-lr", "ops-spsa")
-REPEATS = 30
+REPEATS = 60
 
 
 def settings(model: str, method: str, queries: float | None = None) -> AlignConfig:

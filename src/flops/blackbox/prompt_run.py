@@ -81,6 +81,9 @@ def tune(
     """
     done = folder / "result.json"
     about = {**asdict(recipe), **asdict(settings), **identity}
+    shown = recipe.name == "shaped-lr"  # it reads the logits, so its journal has them
+    if shown:
+        about["shown"] = shown
     for free in ("budget", "concurrency"):  # they change no question: a run may go on with others
         del about[free]
     journal = Journal(folder / "journal.sqlite", about)
@@ -97,7 +100,7 @@ def tune(
             images = whom.model.prepare(shots.pixels)
             objective = local = LocalObjective(whom.model, images, shots.labels, space)
         asked: KeyedObjective = objective or ServiceObjective(
-            whom.client, whom.points, shots.labels, space, shown=recipe.name == "shaped-lr"
+            whom.client, whom.points, shots.labels, space, shown=shown
         )
         start, outputs = space.start(), outputs_of(shots.labels)
         steps = stepper(recipe, start, len(shots.points.train), space.parts, local, outputs)
