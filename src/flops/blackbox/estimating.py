@@ -71,6 +71,8 @@ class VectorEstimator:
             raise FlopsError(
                 "outputs are read by shaped noise only: give the estimator a Shaping()"
             )
+        if self.kind == "orthogonal":  # held-out residuals need draws that do not know each other
+            raise FlopsError("outputs need independent draws: use noise='gaussian'")
         known = Remembering(self.kind, self.theta.numel(), shaping.unbiased)
         object.__setattr__(self, "remembering", known)
 

@@ -35,15 +35,18 @@ class Outputs:
         """Of each row's loss by its outputs, shape (Q, K).
 
         Raises:
-            FlopsError: If the loss of the outputs is not the answer's own.
+            FlopsError: If the loss of the outputs is not the answer's own, or has no derivative.
         """
         outputs = self.read(columns).detach().requires_grad_()
         with torch.enable_grad():
             losses = self.loss(outputs, points)
             (found,) = torch.autograd.grad(losses.sum(), outputs)
         own = columns[:, 0]
-        if losses.shape != own.shape or not torch.allclose(losses.detach(), own, 1e-3, 1e-3):
+        same = losses.shape == own.shape
+        if not same or not torch.allclose(losses.detach().to(own), own, 1e-3, 1e-3):
             raise FlopsError("`outputs.loss` does not give the losses that the objective answers")
+        if not bool(torch.isfinite(found).all()):
+            raise FlopsError("the derivative of `outputs.loss` is not finite")
         return found
 
     def read(self, columns: Tensor) -> Tensor:
@@ -56,4 +59,4 @@ class Outputs:
             )
         if not bool(torch.isfinite(outputs).all()):
             raise FlopsError("the objective returned outputs that are not finite")
-        return outputs
+        return outputs.to(torch.float32)

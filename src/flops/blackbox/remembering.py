@@ -1,4 +1,4 @@
-"""Shaped noise for a black box that shows its outputs: no query is forgotten.
+"""Shaped noise for a black box that shows its outputs: what was asked before is remembered.
 
 The gradient of a point's loss is J^T r, with J the Jacobian of its outputs and r the derivative of
 the loss by these. r changes with every step and is known; J hardly changes from one visit of a
@@ -26,12 +26,17 @@ import torch
 from torch import Tensor
 
 from flops.blackbox.factors import Factors, Fit, Measured
+from flops.errors import FlopsError
 from flops.noise import Kind, NoiseStream
 from flops.queries import Queries, Shaped
 from flops.step_report import ShapingReport
 
-NEWEST = 96  # slopes of a point that are remembered, unless one step has more: cubic cost
-ROOM = 1 << 27  # noise values that are looked at, 512 MB
+NEWEST = 96  # slopes of a point that are remembered, unless one step has more
+MOST = 512  # slopes of a point that are looked at: a fit costs their cube
+POINTS = 256  # points that are looked at, unless a batch has more: this step's and the latest
+ROOM = 1 << 27  # noise values that are remembered, 512 MB
+
+Name = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,31 @@ class Visit:
     draws: list[int]
     slopes: Tensor
 
+    @property
+    def name(self) -> Name:
+        """All that its noise depends on."""
+        return self.key, tuple(self.ids), tuple(self.draws)
+
     def points(self) -> Tensor:
         """Point of each draw."""
         return torch.repeat_interleave(torch.tensor(self.ids), torch.tensor(self.draws))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Draws of a visit that are remembered.
+
+    Attributes:
+        visit: The visit.
+        use: Which of its draws.
+        points: Their points.
+        number: Place of each among its point's draws, the newest first.
+    """
+
+    visit: Visit
+    use: Tensor
+    points: Tensor
+    number: Tensor
 
 
 @dataclass(frozen=True)
@@ -81,7 +108,7 @@ class Remembering:
     kind: Kind
     size: int
     unbiased: bool = False
-    _noise: dict[tuple[int, ...], Tensor] = field(default_factory=dict, compare=False)
+    _noise: dict[Name, Tensor] = field(default_factory=dict, compare=False)
 
     def stream(self, key: tuple[int, ...], ids: list[int], draws: list[int]) -> NoiseStream:
         """The noise of a visit."""
@@ -99,11 +126,16 @@ class Remembering:
         memory = queries.memory
         visit = Visit(queries.key, list(queries.ids), draws.tolist(), slopes)
         visits = [visit, *(_read(kept) for kept in memory.get("visits", ()))]
-        seen, energies, place, kept = self._measured(visits)
+        if any(v.slopes.size(1) != slopes.size(1) for v in visits):
+            raise FlopsError("the objective has another number of outputs than it had before")
+        kept = self._kept(visits)
+        if not kept:
+            raise FlopsError("a step without queries")
+        seen, energies, place = self._measured(kept)
         now = torch.tensor([place[i] for i in queries.ids if i in place])
         before = _factors(memory.get("factors"), self.size, queries.key[0])
         after = before.learned(seen, now) if len(now) and float(slopes.abs().max()) > 0 else before
-        memory["visits"] = [vars(v) for v in kept]
+        memory["visits"] = [vars(part.visit) for part in kept]
         memory["factors"] = vars(after)
         factors = before if self.unbiased else after
         delta = torch.zeros(queries.size, self.size)
@@ -111,7 +143,7 @@ class Remembering:
         known = torch.tensor([b for b, i in enumerate(queries.ids) if i in place])
         if len(known):
             latest, roots = seen.at(now), energies[now].sqrt()
-            fresh = torch.arange(latest.real.size(1)) < draws[known].unsqueeze(1)
+            fresh = latest.real & (torch.arange(latest.real.size(1)) < draws[known].unsqueeze(1))
             weights = r[known].unsqueeze(1) * roots.view(-1, 1, 1)
             delta[known], missed[known] = _gradients(
                 factors, factors.fit(latest), latest, weights, fresh
@@ -122,60 +154,69 @@ class Remembering:
         error = missed * self.size / draws.clamp(min=1)
         return Recalled(delta, Shaped(missed, error, self.size, report))
 
-    def _measured(
-        self, visits: Sequence[Visit]
-    ) -> tuple[Measured, Tensor, dict[int, int], list[Visit]]:
-        """What is remembered by point, their energies and places, and the visits worth keeping."""
-        step, most = visits[0].key[1], max(len(visits[0].slopes), ROOM // self.size)
-        newest = max(NEWEST, *visits[0].draws)
+    def _kept(self, visits: Sequence[Visit]) -> list[Part]:
+        """Newest visits first: as many as there is room for, and of each what is not too old."""
+        rows, longest = 0, min(MOST, max(NEWEST, *visits[0].draws))
         count: dict[int, int] = {}
-        kept, parts, rows = [], [], 0
+        kept: list[Part] = []
         for visit in visits:
-            points, number = visit.points(), torch.zeros(len(visit.slopes), dtype=torch.long)
-            begin = 0
+            numbers = []
             for i, draws in zip(visit.ids, visit.draws, strict=True):
-                number[begin : begin + draws] = torch.arange(draws) + count.get(i, 0)
+                numbers.append(torch.arange(draws) + count.get(i, 0))
                 count[i] = count.get(i, 0) + draws
-                begin += draws
-            use = torch.nonzero(number < newest).flatten()
+            number = torch.cat(numbers)
+            use = torch.nonzero(number < longest).flatten()
             rows += len(use)
-            if rows > most:
+            if kept and rows * self.size > ROOM:
                 break
             if len(use):
-                kept.append(visit)
-                age = torch.full((len(use),), float(step - visit.key[1]))
-                noise = self._noise_of(visit)[use]
-                parts.append((points[use], number[use], noise, visit.slopes[use], age))
-        for key in [k for k in self._noise if k not in {v.key for v in kept}]:
-            del self._noise[key]
-        if not parts:
-            raise ValueError("a step without queries")
-        points, number, noise, slopes, age = (torch.cat(p) for p in zip(*parts, strict=True))
-        names, at = points.unique(return_inverse=True)
-        shape = (len(names), int(number.max()) + 1)
-        real = torch.zeros(shape, dtype=torch.bool)
-        real[at, number] = True
-        last = age == torch.full((len(names),), torch.inf).scatter_reduce(0, at, age, "amin")[at]
-        energies = _energies(slopes[last], at[last], len(names))
-        padded_noise = torch.zeros(*shape, self.size)
-        padded_noise[at, number] = noise
-        padded_slopes = torch.zeros(*shape, slopes.size(1))
-        padded_slopes[at, number] = slopes / energies[at].sqrt().unsqueeze(1)
-        padded_age = torch.zeros(shape)
-        padded_age[at, number] = age
-        products = padded_noise @ padded_noise.transpose(1, 2)
-        seen = Measured(padded_noise, padded_slopes, padded_age, real, products)
-        return seen, energies, {int(n): i for i, n in enumerate(names)}, kept
+                kept.append(Part(visit, use, visit.points()[use], number[use]))
+        names = {part.visit.name for part in kept}
+        for name in [n for n in self._noise if n not in names]:
+            del self._noise[name]
+        return kept
+
+    def _measured(self, kept: Sequence[Part]) -> tuple[Measured, Tensor, dict[int, int]]:
+        """What is remembered of this step's points and the latest others, energies, places."""
+        chosen: dict[int, int] = {}
+        for part in kept:
+            for i in part.visit.ids:
+                if i not in chosen and (part is kept[0] or len(chosen) < POINTS):
+                    chosen[i] = len(chosen)
+        place = torch.full((max(chosen) + 1,), -1)
+        place[list(chosen)] = torch.arange(len(chosen))
+        step, outputs = kept[0].visit.key[1], kept[0].visit.slopes.size(1)
+        longest = 1 + max(int(part.number.max()) for part in kept)
+        shape = (len(chosen), longest)
+        noise, slopes = torch.zeros(*shape, self.size), torch.zeros(*shape, outputs)
+        age, real = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+        for part in kept:
+            within = part.points < len(place)
+            at = place[part.points.clamp(max=len(place) - 1)]
+            mine = torch.nonzero(within & (at >= 0)).flatten()
+            at, number, use = at[mine], part.number[mine], part.use[mine]
+            noise[at, number] = self._noise_of(part.visit)[use]
+            slopes[at, number] = part.visit.slopes[use]
+            age[at, number] = float(step - part.visit.key[1])
+            real[at, number] = True
+        known = real.any(1)
+        places = {i: int(n) for n, i in enumerate(torch.nonzero(known).flatten().tolist())}
+        found = {i: places[n] for i, n in chosen.items() if n in places}
+        noise, slopes, age, real = noise[known], slopes[known], age[known], real[known]
+        energies = _energies(slopes, age, real)
+        slopes /= energies.sqrt().view(-1, 1, 1)
+        products = noise @ noise.transpose(1, 2)
+        return Measured(noise, slopes, age, real, products), energies, found
 
     def _noise_of(self, visit: Visit) -> Tensor:
         """Noise of a visit's draws: kept, or made again behind a restart."""
-        if visit.key not in self._noise:
+        if visit.name not in self._noise:
             draws = torch.tensor(visit.draws)
             place = torch.repeat_interleave(torch.arange(len(draws)), draws)
             number = torch.cat([torch.arange(d) for d in visit.draws])
             stream = self.stream(visit.key, visit.ids, visit.draws)
-            self._noise[visit.key] = stream.rows(place, number).clone()
-        return self._noise[visit.key]
+            self._noise[visit.name] = stream.rows(place, number).clone()
+        return self._noise[visit.name]
 
 
 def _gradients(
@@ -192,11 +233,18 @@ def _gradients(
     return mean + left, held.square().sum(1) / count.squeeze(1)
 
 
-def _energies(slopes: Tensor, at: Tensor, points: int) -> Tensor:
-    """Mean square of each point's slopes, summed over the outputs."""
-    count = torch.zeros(points).index_add_(0, at, torch.ones(len(at)))
-    sums = torch.zeros(points).index_add_(0, at, slopes.square().sum(1))
-    return (sums / count).clamp(min=1e-12)
+def _energies(slopes: Tensor, age: Tensor, real: Tensor) -> Tensor:
+    """Mean square of each point's newest slopes, summed over the outputs.
+
+    Not much less than that of all its slopes: older ones are measured by it too.
+    """
+    newest = torch.where(real, age, torch.inf).amin(1, keepdim=True)
+    squares = slopes.square().sum(2)
+
+    def mean(of: Tensor) -> Tensor:
+        return torch.where(of, squares, 0.0).sum(1) / of.sum(1)
+
+    return torch.maximum(mean(real & (age == newest)), 0.01 * mean(real)).clamp(min=1e-30)
 
 
 def _read(kept: Mapping[str, Any]) -> Visit:

@@ -66,8 +66,8 @@ class Tuner(Inquiry):
         asked: Rows answered so far, clean ones included.
         report: Of the last step.
 
-    The mean of the estimate is the gradient of the loss smoothed by the noise. Every row that is
-    asked is counted.
+    The mean of the estimate is the gradient of the loss smoothed by the noise; with ``outputs`` the
+    outputs are smoothed, not the loss. Every row that is asked is counted.
 
     Raises:
         FlopsError: If the arguments do not fit together.
