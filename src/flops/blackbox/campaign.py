@@ -44,6 +44,7 @@ class Campaign:
     options: Tune
     console: Console
     _stopped: threading.Event = field(default_factory=threading.Event, init=False)
+    _threads: int = field(default_factory=torch.get_num_threads, init=False)
 
     def run(self) -> list[dict[str, Any]]:
         """All runs; the reported ones have ``chosen`` set."""
@@ -88,6 +89,9 @@ class Campaign:
         bars: Progress,
     ) -> dict[str, Any]:
         method, size, seed = job
+        # A setting of each thread. Questions follow from the tuner's own arithmetic, whose last
+        # bits must not change when a run goes on with other workers or on other cores.
+        torch.set_num_threads(self._threads if method == "bp" else 1)
         name = method if method == "manual" else f"{method}-{size:g}-seed{seed}"
         worker = workers.get()
         whom, shots, identity = worker
@@ -221,5 +225,4 @@ class Campaign:
             given += ["--classes", str(listed)]
         ledger = options.output / f"service-{number}" / "ledger.sqlite"
         self.console.print(f"starting a service of {options.model}", markup=False, highlight=False)
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the service has the others
         return LocalService(Path(ledger), given)
