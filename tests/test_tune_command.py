@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from flops.cli import main
 from tests.serving import Server, until
-from tests.tuning import ROWS, charged, command, paid, start
+from tests.tuning import ROWS, charged, command, finish, paid, prompts, start
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +188,18 @@ def test_ctrl_c_stops_it_and_says_how_to_go_on(server, tmp_path) -> None:
     assert "nothing that was paid for is lost. Continue with: flops tune --methods lr" in said
     assert "Traceback" not in said
     assert paid(tmp_path) == charged(server.ledger) - before
+
+
+def test_the_number_of_threads_changes_nothing(server, tmp_path) -> None:
+    found = []
+    for threads in (1, 2):
+        folder = tmp_path / str(threads)
+        given = f"--methods shaped-lr --step-sizes 0.3 --epochs 1 --limit 50 --output {folder}"
+        arguments = [*given.split(), "--url", server.url]
+        finish(start([sys.executable, "-m", "flops", "tune", *arguments], threads))
+        found.append(prompts(folder))
+    assert len(found[0]) == 1
+    assert found[0] == found[1]
 
 
 def test_the_command_line_starts_without_what_only_tune_needs() -> None:

@@ -21,8 +21,8 @@ def command(output: Path, *options: str, methods: str = "lr", epochs: int = 2) -
     return [sys.executable, "-m", "flops", "tune", *given.split(), *options]
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    environment = dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="120")
+def start(arguments: list[str], threads: int = 1) -> subprocess.Popen[str]:
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), COLUMNS="120")
     return subprocess.Popen(
         arguments,
         stdout=subprocess.PIPE,
