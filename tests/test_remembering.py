@@ -368,6 +368,9 @@ def test_outputs_need_shaped_noise_of_independent_draws() -> None:
         make(estimator=LikelihoodRatio(1e-3))
     with pytest.raises(FlopsError, match="independent draws"):
         make(estimator=LikelihoodRatio(1e-3, noise="orthogonal", shaping=Shaping()))
+    for shaping in (Shaping(explore=0.5), Shaping(decay=0.9)):
+        with pytest.raises(FlopsError, match="leave explore and decay open"):
+            make(estimator=LikelihoodRatio(1e-3, shaping=shaping))
 
 
 def test_any_precision_of_outputs_will_do() -> None:

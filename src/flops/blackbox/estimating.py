@@ -73,6 +73,8 @@ class VectorEstimator:
             )
         if self.kind == "orthogonal":  # held-out residuals need draws that do not know each other
             raise FlopsError("outputs need independent draws: use noise='gaussian'")
+        if shaping.explore is not None or shaping.decay is not None:
+            raise FlopsError("with outputs all queries are isotropic: leave explore and decay open")
         known = Remembering(self.kind, self.theta.numel(), shaping.unbiased)
         object.__setattr__(self, "remembering", known)
 
