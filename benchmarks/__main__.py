@@ -74,7 +74,7 @@ def main() -> None:
 
 def write(path: Path, name: str, rows: dict[str, Any], seconds: float) -> None:
     """Write one part's results with where they come from; those of other parts stay."""
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results[name] = {
         "environment": {
             "torch": torch.__version__,
@@ -85,7 +85,7 @@ def write(path: Path, name: str, rows: dict[str, Any], seconds: float) -> None:
         },
         "rows": rows,
     }
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def table(title: str, rows: dict[str, Any]) -> Table:

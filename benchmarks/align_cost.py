@@ -50,7 +50,9 @@ def child(model: str, method: str, queries: float | None) -> dict[str, float]:
 def memory(model: str, method: str, queries: float | None = None) -> dict[str, float]:
     """The same in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.align_cost", model, method, str(queries)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=os.environ | ENVIRONMENT
+    )
     if done.returncode:
         raise RuntimeError(f"memory of {method}: {done.stderr}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -103,15 +103,17 @@ def resident() -> int:
     """Bytes that are resident now."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def peak(run: Callable[[], Any]) -> int:
     """Growth of resident memory at its most."""
     before = resident()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
     run()
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
     most = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(most.split()[1]) * 1024 - before
 
@@ -138,7 +140,7 @@ def measure(case: str) -> dict[str, float]:
     """Measure one case in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.memory", case]
     environment = os.environ | ENVIRONMENT
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
     if done.returncode:
         raise RuntimeError(f"memory of {case}: {done.stderr}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

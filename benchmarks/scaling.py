@@ -70,7 +70,9 @@ def launch(processes: int, threads: int) -> dict[str, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "benchmarks.scaling"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, encoding="utf-8", check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

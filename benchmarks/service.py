@@ -114,13 +114,13 @@ async def load(
 
 
 def resident(process: int) -> float:
-    status = Path(f"/proc/{process}/status").read_text()
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 def processor_seconds(process: int) -> float:
     """Seconds of all cores that a process has used."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -130,7 +130,7 @@ def service(folder: str) -> Iterator[tuple[int, int]]:
     command = [sys.executable, "-m", "flops", "serve", "--port", "0", "--json", "--rate", "0"]
     command += ["--threads", "1", "--ledger", f"{folder}/ledger.sqlite"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS="1")
+        command, stdout=subprocess.PIPE, encoding="utf-8", env=dict(os.environ, OMP_NUM_THREADS="1")
     )
     assert process.stdout is not None
     try:

@@ -55,6 +55,6 @@ def run() -> dict[str, Any]:
     found = {}
     for name in METHODS:
         command = [sys.executable, "-c", CHILD, name, str(BATCH), str(QUERIES)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
         found[name] = json.loads(done.stdout.splitlines()[-1])
     return found

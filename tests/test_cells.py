@@ -109,6 +109,25 @@ def test_results_stay_below_their_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_names_of_files_are_such_that_every_system_takes_them(tmp_path: Path) -> None:
+    names = {Cell("part", double, Settings(v)).path(tmp_path).name for v in ("a:b", "a/b", "a-b")}
+    assert len(names) == 3
+    assert not any(set('<>:"/\\|?*') & set(name) for name in names)
+
+
+@pytest.mark.parametrize("data", ["random:vit", "user/set"])
+def test_results_under_names_of_older_versions_are_found(tmp_path: Path, data: str) -> None:
+    cell = Cell("part", double, Settings(data))
+    cell.save(tmp_path, {"found": 1})
+    old = tmp_path / "cells/part" / f"{cell.name}.json"
+    old.parent.mkdir(exist_ok=True)
+    cell.path(tmp_path).rename(old)
+    assert cell.load(tmp_path) == {"found": 1}
+    cell.forget(tmp_path)
+    assert cell.load(tmp_path) is None
+    assert not old.exists()
+
+
 def test_the_peak_memory_of_a_process_is_its_own(tmp_path: Path) -> None:
     here = torch.ones(3 * 2**27)  # 1.5 GiB of the parent
     cells = [Cell("part", memory, Settings(1.0))]

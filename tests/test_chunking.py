@@ -67,3 +67,15 @@ def test_a_resumed_run_keeps_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_memory_of_this_machine_is_found() -> None:
     assert 1 << 20 < chunking.free_room(model()) < 1 << 50
+
+
+def test_where_the_system_does_not_say_some_memory_is_assumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(chunking.Path, "read_text", absent)
+    monkeypatch.delattr(chunking.os, "sysconf_names", raising=False)
+    monkeypatch.delattr(chunking.os, "sysconf", raising=False)
+    assert chunking.free_room(model()) == int(chunking.SHARE * chunking.UNKNOWN)

@@ -19,9 +19,14 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
 def test_after_an_error_the_old_file_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     files.atomic_write(path, b"before")
-    with pytest.raises(RuntimeError, match="half"), files.replacing(path) as scratch:
-        scratch.write_bytes(b"aft")
-        raise RuntimeError("half written")
+
+    def fail() -> None:
+        with files.replacing(path) as scratch:
+            scratch.write_bytes(b"aft")
+            raise RuntimeError("half written")
+
+    with pytest.raises(RuntimeError, match="half"):
+        fail()
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 

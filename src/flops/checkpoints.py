@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flops.errors import FlopsError
+from flops.files import UNFINISHED, sync_directory, sync_file
 from flops.trees import decode, encode, separate
 
 SCHEMA = 1
 KEEP = 2
-UNFINISHED = "unfinished-"
 DAMAGED = "damaged-"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 
@@ -56,12 +55,13 @@ def save(folder: Path, step: int, weights: Mapping[str, Tensor], state: Any) -> 
     save_file(tensors, scratch / "state.safetensors")
     _write(scratch / "state.json", {"schema": SCHEMA, "step": step, "state": plain})
     _write(scratch / "checksums.json", {name: _checksum(scratch / name) for name in FILES})
-    for path in (*scratch.iterdir(), scratch):
-        sync(path)
+    for path in scratch.iterdir():
+        sync_file(path)
+    sync_directory(scratch)
     if place.exists():  # of a run that was set back: what is there is not needed to resume
         _retire(place)
     scratch.rename(place)
-    sync(folder)
+    sync_directory(folder)
     for old in steps(folder)[:-KEEP]:
         _retire(old)
     return place
@@ -79,11 +79,11 @@ def load(path: Path) -> tuple[dict[str, Tensor], Any]:
         CheckpointError: If it is damaged or of another version.
     """
     try:
-        expected = json.loads((path / "checksums.json").read_text())
+        expected = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
         for name in FILES:
             if _checksum(path / name) != expected[name]:
                 raise CheckpointError(f"checkpoint {path.name} is damaged: {name} was changed")
-        document = json.loads((path / "state.json").read_text())
+        document = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if document["schema"] != SCHEMA:
             raise CheckpointError(
                 f"checkpoint {path.name} has schema {document['schema']}, this version reads "
@@ -114,7 +114,7 @@ def restore(folder: Path, which: str = "last") -> tuple[dict[str, Tensor], Any] 
         aside = folder / f"{DAMAGED}{found[-1].name}"
         _remove(aside)
         found[-1].rename(aside)
-        sync(folder)
+        sync_directory(folder)
         return loaded
     if not found:
         return None
@@ -128,15 +128,6 @@ def clean(folder: Path) -> None:
     """Remove what a killed process left behind."""
     for path in folder.glob(f"{UNFINISHED}*"):
         _remove(path)
-
-
-def sync(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _offer(others: list[Path]) -> str:

@@ -18,6 +18,7 @@ from flops.structure import FOLDED, MORE, Leaf, Structure
 
 MOST = 256
 SHARE = 0.25  # of the free memory
+UNKNOWN = 1 << 33  # free memory where the system does not say, as on Windows: 8 GiB
 LARGEST = 3  # outputs that count, twice each: a module's input and output live at the same time
 
 
@@ -54,15 +55,15 @@ def _bytes(leaf: Leaf) -> int:
 
 def _free_on_cpu() -> int:
     """What the system could give to this process without swapping."""
-    found = [1 << 62]
+    found = []
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found += [1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable")]
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
         found += [int(limit) - used] if limit != "max" else []
     except (OSError, ValueError):
         pass  # another system, or no limit of its own
-    if len(found) == 1 and "SC_AVPHYS_PAGES" in os.sysconf_names:
+    if not found and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ()):  # not on Windows
         found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return max(1, min(found))
+    return max(1, min(found, default=UNKNOWN))

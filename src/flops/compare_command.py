@@ -132,14 +132,16 @@ class Compare:
         ]
         seen = sentence(results, self.epochs)
         written = [sheet.markdown() for sheet in sheets if sheet is not None]
-        (self.output / "tables.md").write_text("\n".join([*written, seen + "\n"]), "utf-8")
+        (self.output / "tables.md").write_text("\n".join([*written, seen + "\n"]), encoding="utf-8")
         kept = {
             "epochs": self.epochs,
             "budget": plan.budget,
             "chosen": {m: dataclasses.asdict(c) for m, c in chosen.items()},
             "results": results,
         }
-        (self.output / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (self.output / "results.json").write_text(
+            json.dumps(kept, indent=1) + "\n", encoding="utf-8"
+        )
         for sheet in sheets:
             if sheet is not None:
                 console.print(sheet.table())

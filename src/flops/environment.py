@@ -41,7 +41,7 @@ def _commit() -> str | None:
     head = ["git", "-C", str(here.parent), "rev-parse", "HEAD"]
     try:
         subprocess.run(tracked, capture_output=True, check=True, timeout=10)
-        found = subprocess.run(head, capture_output=True, check=True, timeout=10, text=True)
+        found = subprocess.run(head, capture_output=True, check=True, timeout=10, encoding="utf-8")
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +29,9 @@ from torch import Tensor
 from flops import checkpoints
 from flops.environment import environment
 from flops.errors import FlopsError
+from flops.files import UNFINISHED, atomic_write, safe_name
 from flops.options import Config
 from flops.settings import RunConfig, Settings, merged, read_file
-
-LATER = "unfinished-"  # files on their way
 
 
 class RunFolderError(FlopsError):
@@ -152,7 +150,7 @@ def check_free(path: Path) -> None:
         raise RunFolderError(f"{above} is a file; give another --output")
     if not os.access(above, os.W_OK | os.X_OK):
         raise RunFolderError(f"{above} cannot be written to; give another --output")
-    known = (LATER, ".", "environment.json")  # left by a process that was killed at its start
+    known = (UNFINISHED, ".", "environment.json")  # left by a process that was killed at its start
     found = path.iterdir() if path.exists() else ()
     if others := [p.name for p in found if not p.name.startswith(known)]:
         raise RunFolderError(
@@ -196,7 +194,7 @@ def read_settings(path: Path, defaults: Settings) -> Settings:
 def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:
     """A name that is free, made of data, method and seed."""
     names = (config.data, config.method, f"seed{config.seed}")
-    name = "-".join(Path(part).name or "root" for part in names)
+    name = safe_name("-".join(Path(part).name or "root" for part in names))
     number = 1
     while (path := base / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
@@ -205,10 +203,10 @@ def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:
 
 def _lock(path: Path) -> int | None:
     """Hold the folder until the process ends, however it ends."""
-    if sys.platform == "win32":
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
         return None
-    import fcntl
-
     lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,10 +230,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, values: Any) -> None:
-    scratch = path.with_name(LATER + path.name)
-    scratch.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    checkpoints.sync(scratch)
-    scratch.replace(path)
+    atomic_write(path, json.dumps(values, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -161,10 +161,10 @@ def peak_memory() -> int:
             found = [int(line.split()[1]) for line in status if line.startswith("VmHWM:")]
         if found:
             return found[0] * 1024
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:  # Windows has none
         return 0
-    import resource
-
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

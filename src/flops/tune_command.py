@@ -121,7 +121,9 @@ class Tune:
         except KeyboardInterrupt:
             again = "flops " + shlex.join(sys.argv[1:])
             sys.exit(f"stopped; nothing that was paid for is lost. Continue with: {again}")
-        (self.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        (self.output / "results.json").write_text(
+            json.dumps(results, indent=1) + "\n", encoding="utf-8"
+        )
         sheets = [table(results, chosen.methods, self.price), differences(results)]
         written = [sheet.markdown() for sheet in sheets if sheet is not None]
         (self.output / "table.md").write_text("\n".join(written), "utf-8")

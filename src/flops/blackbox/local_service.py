@@ -65,13 +65,13 @@ class LocalService:
         command += ["--with-parent"]  # else it outlives a killed tuner, and keeps the ledger locked
         command += ["--port", str(self._port), "--ledger", str(self._ledger), *self._options]
         log = self._ledger.with_suffix(".log")
-        with log.open("a") as errors:
+        with log.open("a", encoding="utf-8") as errors:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
+                encoding="utf-8",
                 start_new_session=True,  # Ctrl-C is for the tuner, which ends it in order
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
@@ -82,7 +82,7 @@ class LocalService:
         late.cancel()
         if not line:
             process.wait()
-            said = log.read_text()[-500:].strip()
+            said = log.read_text(encoding="utf-8", errors="replace")[-500:].strip()
             raise FlopsError(f"the service did not start: {said or 'it said nothing'}")
         self.url = json.loads(line)["url"]
         self._port = int(self.url.rsplit(":", 1)[1])

@@ -36,6 +36,6 @@ def exposition(counters: Mapping[str, float], gauges: Mapping[str, float]) -> li
 def resident_bytes() -> int:
     """Memory of this process, 0 where the system does not say."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
     except (OSError, ValueError, IndexError):
         return 0

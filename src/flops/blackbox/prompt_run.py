@@ -89,7 +89,7 @@ def tune(
     journal = Journal(folder / "journal.sqlite", about)
     try:
         if done.exists():
-            kept: dict[str, Any] = json.loads(done.read_text())
+            kept: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
             if kept["budget"] == settings.budget:
                 return kept
         local, objective, space = None, None, settings.space
@@ -135,10 +135,10 @@ def tune(
         )
         result = _result(recipe, run, journal) | {"budget": settings.budget}
         lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in run.history)
-        (folder / "metrics.jsonl").write_text(lines)
+        (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
         scratch = done.with_suffix(".part")
-        scratch.write_text(json.dumps(result, indent=1) + "\n")
-        scratch.rename(done)
+        scratch.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        scratch.replace(done)
         return result
     finally:
         journal.close()

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flops.files import replacing
 from flops.report.plots import matplotlib_figures
 
 SHOWN = 12  # thumbnails of each end
@@ -46,10 +47,9 @@ def write_counts(
     for name in ("most", "least"):
         shown = pixels(tensors[name]) if len(tensors[name]) else torch.zeros(0, 1, 1, 1)
         tensors[f"{name}_images"] = (255 * shown).round().to(torch.uint8)
-    scratch = path.with_name(f"unfinished-{path.name}")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, scratch, metadata={"classes": json.dumps(list(classes))})
-    scratch.replace(path)
+    with replacing(path) as scratch:
+        save_file(whole, scratch, metadata={"classes": json.dumps(list(classes))})
 
 
 def plot_allocation(counts: Path, path: Path) -> None:

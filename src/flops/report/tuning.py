@@ -85,7 +85,7 @@ def plot(folder: Path, results: Sequence[Result]) -> Path:
     for r in results:
         if r["chosen"] and r["method"] != "manual":
             name = f"{r['method']}-{r['step_size']:g}-seed{r['seed']}"
-            written = (folder / name / "metrics.jsonl").read_text().splitlines()
+            written = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             runs.setdefault(r["method"], []).append([json.loads(line) for line in written])
     for number, (method, found) in enumerate(runs.items()):
         for lines in found:

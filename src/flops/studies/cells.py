@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flops.errors import FlopsError
+from flops.files import atomic_write, safe_name
 
 Result = dict[str, Any]
 LONGEST = 200  # bytes of a file's name
@@ -46,7 +47,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The seed and the settings that are not left at their defaults, as the name of a file."""
+        """The seed and the settings that are not left at their defaults."""
         given = [
             f"{f.name}={getattr(self.settings, f.name)}"
             for f in dataclasses.fields(self.settings)
@@ -55,18 +56,36 @@ class Cell:
         return ",".join(given)
 
     def path(self, folder: Path) -> Path:
-        """Where the result goes: always below the folder, whatever is in a setting."""
+        """Where the result goes: in the folder of its part, whatever is in a setting."""
+        name = safe_name(self.name)
+        if name != self.name or len(os.fsencode(name)) > LONGEST:  # others may come out alike
+            name = f"{name[: LONGEST // 4]}-{self._digest}"
+        return folder / "cells" / self.part / f"{name}.json"
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(os.fsencode(self.name)).hexdigest()[:16]
+
+    def _places(self, folder: Path) -> list[Path]:
+        """Where the result may be: older versions left `/` and `:` in names."""
         name, parts = self.name, Path(self.name).parts
         if ".." in parts or any(len(os.fsencode(part)) > LONGEST for part in parts):
-            short = self.name.replace("/", "_")[: LONGEST // 4]
-            name = f"{short}-{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:16]}"
-        return folder / "cells" / self.part / f"{name}.json"
+            name = f"{self.name.replace('/', '_')[: LONGEST // 4]}-{self._digest}"
+        return [self.path(folder), folder / "cells" / self.part / f"{name}.json"]
 
     def load(self, folder: Path) -> Result | None:
         """The result, if it is there and of the same settings."""
+        return next((r for p in self._places(folder) if (r := self._read(p)) is not None), None)
+
+    def forget(self, folder: Path) -> None:
+        """Remove the result, so that the cell is run again."""
+        for path in self._places(folder):
+            path.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> Result | None:
         try:
-            kept = json.loads(self.path(folder).read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # absent or half, or a name that this system does not take
             return None
         defaults = {
             f.name: f.default
@@ -83,10 +102,8 @@ class Cell:
         """Write the result beside its place and move it there, so that it is whole or absent."""
         path = self.path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
         kept = {"settings": dataclasses.asdict(self.settings), "result": result}
-        scratch.write_text(json.dumps(kept, indent=1) + "\n")
-        scratch.replace(path)
+        atomic_write(path, json.dumps(kept, indent=1) + "\n")
 
 
 def run_cells(

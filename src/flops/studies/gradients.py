@@ -229,7 +229,9 @@ def main(parts: Sequence[Part], plan: Plan) -> None:
     for part in dict.fromkeys(parts):
         sheets, long = _matrices(plan, layers) if part == "matrices" else _ablation(part, plan)
         kept = [{"title": s.title, "header": s.header, "rows": s.rows} for s in [*sheets, *long]]
-        (plan.folder / f"{part}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (plan.folder / f"{part}.json").write_text(
+            json.dumps(kept, indent=1) + "\n", encoding="utf-8"
+        )
         text = "\n".join(sheet.markdown() for sheet in [*sheets, *long])
         (plan.folder / f"{part}.md").write_text(text, "utf-8")
         for sheet in sheets:

@@ -87,7 +87,7 @@ def read_run(path: Path) -> FinishedRun:
             f"it with: flops finetune --resume {path}"
         )
     try:
-        names = json.loads((model / "config.json").read_text())["id2label"]
+        names = json.loads((model / "config.json").read_text(encoding="utf-8"))["id2label"]
         classes = tuple(names[str(number)] for number in range(len(names)))
     except (ValueError, KeyError, TypeError) as error:
         raise FlopsError(f"{model / 'config.json'} does not name the classes: {error!r}") from error

@@ -122,6 +122,6 @@ def train_models(
     cells = [Cell("training", partial(train_model, folder=folder), t) for t in trainings]
     for cell in cells:  # a model that was removed is trained again
         if not (cell.settings.place(folder) / "model" / LAST).is_file():
-            cell.path(folder).unlink(missing_ok=True)
+            cell.forget(folder)
     run_cells(cells, folder, workers, console, "training")
     return [read_run(training.place(folder)) for training in trainings]

@@ -197,9 +197,11 @@ def main(parts: Sequence[Part], plan: Plan) -> None:
     for part in parts:
         sheets = _RUN[part](plan)
         kept = [{"title": s.title, "header": s.header, "rows": s.rows} for s in sheets]
-        (plan.folder / f"{part}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (plan.folder / f"{part}.json").write_text(
+            json.dumps(kept, indent=1) + "\n", encoding="utf-8"
+        )
         text = "\n".join(sheet.markdown() for sheet in sheets)
-        (plan.folder / f"{part}.md").write_text(text)
+        (plan.folder / f"{part}.md").write_text(text, encoding="utf-8")
         for sheet in sheets:
             plan.console.print(sheet.table())
     plan.console.print(f"written to {plan.folder}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from flops.classifying import loss_fn
 from flops.devices import find_device
 from flops.errors import FlopsError
+from flops.files import replacing
 from flops.noise import generator
 from flops.tasks.images import ImageData, load
 from flops.tasks.models import Head, image_format, load_model
@@ -116,9 +116,9 @@ def load_start(folder: Path, start: Start) -> tuple[nn.Module, ImageData]:
     if not start.steps:  # as quickly loaded from where it is, and a copy may be large
         return model, data
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, scratch)
-    scratch.replace(path)  # whole or absent
+    with replacing(path) as scratch:  # another process may be at it
+        weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+        save_file(weights, scratch)
     return model, data
 
 

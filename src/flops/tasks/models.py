@@ -237,7 +237,7 @@ def _preprocessor(model: str) -> dict[str, Any]:
     path = Path(model).expanduser()
     if path.is_dir():
         file = path / "preprocessor_config.json"
-        return dict(json.loads(file.read_text())) if file.is_file() else {}
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
     mixin = require("transformers.image_processing_base").ImageProcessingMixin
     try:
         return dict(mixin.get_image_processor_dict(model)[0])
