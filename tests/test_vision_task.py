@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from flops.tasks import vision
+from flops.tasks.optional import install_command
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -171,7 +172,7 @@ def test_impossible_heads_are_refused(classes, pretrained_head):
 def test_a_missing_dependency_is_explained(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    hint = re.escape('pip install "flops-torch[vision]"')
+    hint = re.escape(install_command("vision"))
     with pytest.raises(ImportError, match=f"needs transformers.*{hint}"):
         vision.bundled_vit()
     with pytest.raises(ImportError, match=f"needs sklearn.*{hint}"):

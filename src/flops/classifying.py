@@ -19,7 +19,7 @@ from flops.options import Config
 from flops.progress import Evaluation
 from flops.tasks.images import ImageData, ImageFormat, load
 from flops.tasks.models import image_format, load_model
-from flops.tasks.optional import require
+from flops.tasks.optional import MissingPackageError, require
 from flops.tasks.splits import ImageSplit
 from flops.tasks.vision import logits
 from flops.tasks.weights import warn_of_other_classes
@@ -165,6 +165,8 @@ def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
         )
         if config.head == "kept":
             warn_of_other_classes(model, data.classes)
+    except MissingPackageError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise FlopsError(str(error)) from error
     return model, format, data

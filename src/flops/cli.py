@@ -26,6 +26,7 @@ from flops.launch import launched
 from flops.serve_command import Serve
 from flops.shaping import Shaping
 from flops.study_command import Study
+from flops.tasks.optional import install_command
 from flops.tune_command import Tune
 
 if TYPE_CHECKING:
@@ -172,6 +173,13 @@ def main(arguments: list[str] | None = None) -> None:
     except FlopsError as error:
         rank = f" (process {os.environ['RANK']})" if launched() else ""
         sys.exit(f"flops{rank}: {error}")
+    except ImportError as error:  # of a package that imports others when it is used
+        if (error.name or "").partition(".")[0] == "flops":
+            raise
+        said = " ".join(str(error).split())
+        sys.exit(
+            f"flops: a package is missing ({said}); install all with: {install_command('all')}"
+        )
     except KeyboardInterrupt:
         sys.exit("flops: stopped")
 

@@ -119,7 +119,7 @@ class Serve:
         """Load the model, check the batch sizes, open the ledger."""
         from flops.tasks.optional import require
 
-        for module in ("fastapi", "uvicorn"):
+        for module in ("transformers", "fastapi", "uvicorn"):
             require(module, "blackbox")
         import torch
 

@@ -107,7 +107,8 @@ class Tune:
 
         chosen = self._checked()
         assert chosen.methods is not None
-        for module in ("httpx", "pydantic"):
+        own = ("transformers", "fastapi", "uvicorn") if self.url is None else ()  # of the service
+        for module in ("httpx", "pydantic", *own):
             require(module, "blackbox")
         if "cma-es" in chosen.methods:  # not after hours
             require("cma", "cma")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from flops.tasks.optional import require
 
 Lines = Mapping[str, tuple[Sequence[int], Sequence[Sequence[float]]]]
 
@@ -46,7 +47,7 @@ def matplotlib_figures() -> Any:
     """The module of figures of matplotlib; not pyplot, whose windows and state are not needed.
 
     Raises:
-        ImportError: If it is not installed; the message says how to get it.
+        MissingPackageError: If it is not installed; the message says how to get it.
     """
     return matplotlib_module("figure")
 
@@ -55,10 +56,6 @@ def matplotlib_module(name: str) -> Any:
     """A module of matplotlib.
 
     Raises:
-        ImportError: If it is not installed; the message says how to get it.
+        MissingPackageError: If it is not installed; the message says how to get it.
     """
-    try:
-        return importlib.import_module(f"matplotlib.{name}")
-    except ImportError as error:
-        hint = 'install it with: pip install "flops-torch[plots]"'
-        raise ImportError(f"plots need matplotlib ({error}); {hint}") from error
+    return require(f"matplotlib.{name}", "plots")

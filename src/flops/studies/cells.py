@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flops.errors import FlopsError
 from flops.files import atomic_write, safe_name
+from flops.tasks.optional import MissingPackageError
 
 Result = dict[str, Any]
 LONGEST = 200  # bytes of a file's name
@@ -140,6 +141,8 @@ def run_cells(
             bar.advance(task)
     if failed:
         name, error = next(iter(failed.items()))
+        if isinstance(error, MissingPackageError):  # it says all that there is to say
+            raise error
         raise FlopsError(
             f"{len(failed)} of {len(left)} cells of '{title}' failed, first '{name}': {error!r}; "
             "the others are kept, run again to continue"

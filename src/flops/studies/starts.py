@@ -25,6 +25,7 @@ from flops.files import replacing
 from flops.noise import generator
 from flops.tasks.images import ImageData, load
 from flops.tasks.models import Head, image_format, load_model
+from flops.tasks.optional import MissingPackageError
 from flops.tasks.splits import ImageSplit
 from flops.tasks.weights import warn_of_other_classes
 
@@ -104,6 +105,8 @@ def load_start(folder: Path, start: Start) -> tuple[nn.Module, ImageData]:
     path = start.path(folder)
     try:
         model, _ = load_model(start.model, len(data.classes), seed=start.seed, head=start.head)
+    except MissingPackageError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise FlopsError(str(error)) from error
     if start.head == "kept":
@@ -132,5 +135,7 @@ def batch_of(data: ImageData, size: int, *key: int) -> Tensor:
 def _data(model: str, data: str, limit: int | None) -> ImageData:
     try:
         return load(data, image_format(model), limit=limit)
+    except MissingPackageError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise FlopsError(str(error)) from error
