@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Package indexes fail for a moment now and then; an install that is retried goes through.
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --retries 10 --timeout 60
+# What builds the package is pinned too: older versions of pip read the first name, newer the second.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quickstart test test-slow real-models lint bench clean
+.PHONY: help demo quickstart test test-bits test-slow real-models lint lock bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -14,7 +17,7 @@ help: ## Show this list
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (a few minutes the first time)"
-	@for try in 1 2 3; do $(PIP) -c constraints.txt -e ".[dev]" && break || { test $$try -lt 3 && sleep 5; }; done
+	@for try in 1 2 3; do $(PIP) -c constraints.txt pip && $(PIP) -c constraints.txt -e ".[dev]" && break || { test $$try -lt 3 && sleep 5; }; done
 	@touch $@
 
 demo: $(VENV)/.installed ## Compare forward methods with backpropagation on the bundled ViT (minutes)
@@ -26,6 +29,14 @@ quickstart: $(VENV)/.installed ## Train the bundled ViT on digits with forward p
 
 test: $(VENV)/.installed ## Run the tests (minutes)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# What is said of bits must hold for other instructions than this machine's best, and other threads.
+BITS := $(BIN)/python -m pytest -q -m "bits and not slow"
+test-bits: $(VENV)/.installed ## Repeat the tests about bits at two lower CPU capability levels
+	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+		ONEDNN_MAX_CPU_ISA=AVX2 $(BITS)
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE \
+		ONEDNN_MAX_CPU_ISA=SSE41 $(BITS) -n 2
 
 test-slow: $(VENV)/.installed real-models ## Run the slow tests too
 	$(BIN)/python -m pytest -m slow
@@ -43,6 +54,11 @@ lint: $(VENV)/.installed ## Check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+lock: ## Renew constraints.txt from pyproject.toml
+	@$(PYTHON) -m venv .lock && .lock/bin/pip install --quiet --disable-pip-version-check uv
+	.lock/bin/python scripts/lock.py
+	@rm -r .lock
 
 bench: $(VENV)/.installed ## Measure quality and cost; writes benchmarks/results.json
 	$(BIN)/python -m benchmarks

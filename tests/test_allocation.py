@@ -423,6 +423,7 @@ def test_the_index_is_passed_on(model: Net, x: Tensor) -> None:
     [Neyman(), Neyman(running=True), Neyman(pilot=3), Gaussian(), Gaussian(pilot=2), Bernoulli()],
     ids=str,
 )
+@pytest.mark.bits
 def test_with_an_index_the_order_of_points_does_not_matter(
     allocator: Any, model: Net, x: Tensor
 ) -> None:

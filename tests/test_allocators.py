@@ -226,6 +226,7 @@ def taught(name: str, steps: int = 4) -> tuple[Any, Signal]:
 
 
 @every
+@pytest.mark.bits
 def test_a_state_survives_a_file(name: str) -> None:
     allocator, batch = taught(name)
     file = io.BytesIO()

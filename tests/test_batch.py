@@ -191,6 +191,7 @@ class Named(nn.Module):
         (X, 1.0, ["a", "b", "c", "d"]),
     ],
 )
+@pytest.mark.bits
 def test_every_make_of_inputs_gives_the_same_gradient(inputs: Any) -> None:
     model, targets = Named(), torch.ones(4, 3)
 

@@ -66,6 +66,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
+@pytest.mark.bits
 def test_trees_come_back_with_types_and_bits(name: str, tmp_path: Path) -> None:
     assert same(through_files(TREES[name], tmp_path), TREES[name])
 
@@ -111,6 +112,7 @@ class Killed(BaseException):
     """No handler of ours catches it."""
 
 
+@pytest.mark.bits
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch) -> None:
     """Every call that changes the disk is the last one of a process, in turn."""
     moments, finished = 0, False

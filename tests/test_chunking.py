@@ -25,6 +25,7 @@ def engine(net: nn.Module) -> ForwardGradient:
 
 
 @pytest.mark.parametrize(("room", "rows"), [(1 << 40, 256), (50_000, 16), (1, 2)])
+@pytest.mark.bits
 def test_less_room_makes_smaller_chunks_and_the_same_gradient(
     room: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_wider_model_has_fewer_rows() -> None:
     assert rows[-1] < 16
 
 
+@pytest.mark.bits
 def test_a_resumed_run_keeps_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, y = model(), torch.randn(6, 4), torch.randn(6, 2)
     first = engine(net)

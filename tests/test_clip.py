@@ -103,6 +103,7 @@ def test_texts_without_prompts_are_those_of_plain_clip(clip: PromptedClip) -> No
 
 
 @pytest.mark.parametrize("count", [1, 4, 12])
+@pytest.mark.bits
 def test_packed_texts_equal_texts_one_by_one(clip: PromptedClip, count: int) -> None:
     prompts = torch.randn(3, count, clip.text_width)
     mine = clip.text_features(prompts)
@@ -111,6 +112,7 @@ def test_packed_texts_equal_texts_one_by_one(clip: PromptedClip, count: int) -> 
     assert (mine[0] - mine[1]).abs().max() > 1e-3  # the prefix matters
 
 
+@pytest.mark.bits
 def test_gradients_of_packed_texts_equal_those_one_by_one(clip: PromptedClip) -> None:
     prompts = torch.randn(1, 3, clip.text_width, requires_grad=True)
     weights = torch.randn(len(clip.classes), clip.model.config.projection_dim)

@@ -266,6 +266,7 @@ def test_frozen_parameters_get_no_gradient(name: str, model: Net) -> None:
 
 
 @every
+@pytest.mark.bits
 def test_the_global_random_state_does_not_matter(name: str, model: Net) -> None:
     x, y = data()
     found = []
@@ -367,6 +368,7 @@ def test_a_short_last_batch_and_a_single_point(name: str, model: Net) -> None:
 
 
 @every
+@pytest.mark.bits
 def test_a_state_survives_a_file(name: str, model: Net) -> None:
     x, y = data()
     fg = engine(model, name, seed=3)
@@ -469,6 +471,7 @@ def test_a_factor_of_the_loss(name: str, model: Net) -> None:
 
 
 @every
+@pytest.mark.bits
 def test_with_an_index_the_order_of_points_does_not_matter(name: str, model: Net) -> None:
     (x, y), index = data(), torch.tensor([40, 7, 300, 2])
     order = torch.tensor([2, 0, 3, 1])
@@ -540,6 +543,7 @@ def test_every_allocator_serves_every_estimator(name: str, estimator: str, model
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
+@pytest.mark.bits
 def test_the_state_of_an_allocator_survives(name: str) -> None:
     allocator = make_allocator(ALLOCATORS[name], 5)
     for _ in range(3):

@@ -49,6 +49,7 @@ def test_two_processes_do_what_one_does(name: str, found: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.bits
 def test_all_processes_have_the_same_bits(name: str, found: list[dict[str, Any]]) -> None:
     first, second = (one[name] for one in found)
     assert torch.equal(first["parameters"], second["parameters"])
@@ -57,6 +58,7 @@ def test_all_processes_have_the_same_bits(name: str, found: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.bits
 def test_batches_smaller_than_the_team(size: int, found: list[dict[str, Any]]) -> None:
     alone = train("leaf", size=size)
     torch.testing.assert_close(found[0][f"size {size}"]["parameters"], alone["parameters"])

@@ -48,6 +48,7 @@ class Asked:
         return Answer(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(question)})
 
 
+@pytest.mark.bits
 def test_answers_survive_bit_by_bit(tmp_path) -> None:
     columns = torch.randn(4, 3)
     columns[0, 1] = float("nan")  # other columns may be

@@ -210,6 +210,7 @@ def test_parts_are_the_rows_however_they_are_cut(kind: str) -> None:
     assert torch.equal(found, truth)
 
 
+@pytest.mark.bits
 def test_bits_make_the_same_noise_and_its_opposite() -> None:
     found = fill("gaussian", 5, 37, words(3))
     bits = fill("gaussian", 5, 37, words(3), torch.empty(5, 40, dtype=torch.int16))

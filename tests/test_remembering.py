@@ -176,6 +176,7 @@ def test_the_mean_is_the_gradient_whatever_is_remembered(steps) -> None:
         SPSA(1e-3, shaping=Shaping()),
     ],
 )
+@pytest.mark.bits
 def test_a_resumed_run_is_the_same_run(estimator, allocator) -> None:
     def fresh() -> Tuner:
         return make(rate=0.1, estimator=estimator, allocator=allocator, batch=4)
@@ -193,6 +194,7 @@ def test_a_resumed_run_is_the_same_run(estimator, allocator) -> None:
     assert not torch.equal(whole.parameters, START)
 
 
+@pytest.mark.bits
 def test_a_state_is_loaded_into_a_tuner_that_has_gone_another_way() -> None:
     """Noise that is kept belongs to its points and draws, not to its step alone."""
     used, other = make(), make(queries=5)
@@ -206,6 +208,7 @@ def test_a_state_is_loaded_into_a_tuner_that_has_gone_another_way() -> None:
     assert torch.equal(used.optimizer.seen[-1], fresh.optimizer.seen[-1])
 
 
+@pytest.mark.bits
 def test_chunks_change_nothing() -> None:
     whole, cut = make(rate=0.1), make(rate=0.1)
     cut._chunk = 5

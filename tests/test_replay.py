@@ -176,6 +176,7 @@ PAIRS = [(n, k) for n in MODELS for k in ESTIMATORS if (n, k) != ("mixture", "le
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
+@pytest.mark.bits
 def test_reuse_changes_nothing_but_the_cost(name: str, kind: str) -> None:
     plain, dear = run(name, ESTIMATORS[kind], reuse=False)
     for chunk in (None, 6):  # six rows: as many as the batch has

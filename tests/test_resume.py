@@ -115,6 +115,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.bits
 def test_an_unbroken_run_learns_and_repeats_itself(unbroken: Path, tmp_path: Path) -> None:
     train(small(output=str(tmp_path / "run")))
     assert_alike(tmp_path / "run", unbroken)
@@ -158,6 +159,7 @@ def test_killed_processes(unbroken: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["bp", "mezo", "ops-lr", "ops-spsa"])
+@pytest.mark.bits
 def test_every_kind_of_state_is_restored(method: str, tmp_path: Path) -> None:
     whole, broken = (
         small(method=method, queries=4, epochs=2, limit=24, output=str(tmp_path / name))

@@ -43,6 +43,7 @@ def expected(model: PromptedClip, asked: Task) -> Tensor:
         return model.logits(model.image_features(images, request.image[request.image_of]), text)
 
 
+@pytest.mark.bits
 def test_a_crowd_changes_no_bit(server) -> None:
     """Each request alone, on a service of its own state, and among 47 others at the same time."""
     with server.client(concurrency=48) as client:
@@ -69,6 +70,7 @@ def test_scores_are_those_of_the_model(model) -> None:
         torch.testing.assert_close(found, expected(model, asked), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.bits
 def test_no_bit_depends_on_order_company_or_caches(model) -> None:
     alone = [Scorer(model).score([task(seed, 5)])[0] for seed in range(6)]
     scorer = Scorer(model)
@@ -135,6 +137,7 @@ class Leaking:
 
 
 @pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.bits
 def test_batches_shrink_until_neighbours_do_not_matter(most, model, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         scorer = Scorer(Leaking(model, most), text_batch=8)
@@ -164,12 +167,14 @@ class Sized:
         return self._model.logits(image, text) * (1 + 1e-6 * len(image))
 
 
+@pytest.mark.bits
 def test_rounding_that_depends_on_the_size_of_a_batch_does_not_show(model) -> None:
     alone = [Scorer(Sized(model)).score([task(seed, 5)])[0] for seed in range(8)]
     together = Scorer(Sized(model)).score([task(seed, 5) for seed in range(8)])
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.bits
 def test_steady_sees_positions_and_neighbours() -> None:
     rows = [torch.randn(16, 5)]
     assert steady(lambda x: x.exp(), rows, 8)

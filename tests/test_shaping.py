@@ -156,6 +156,7 @@ def test_captured_energy_of_a_learned_subspace_is_the_true_one() -> None:
 
 
 @pytest.mark.parametrize("chunk", [2, 7, 1000])
+@pytest.mark.bits
 def test_chunk_size_does_not_matter(chunk: int) -> None:
     model, x, y = planted(3)
     whole, cut = engine(model, 6), engine(model, 6, chunk=chunk)
@@ -164,6 +165,7 @@ def test_chunk_size_does_not_matter(chunk: int) -> None:
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.bits
 def test_resumed_run_is_bit_identical() -> None:
     model, x, y = planted(3)
     fg = engine(model, 6)

@@ -249,6 +249,7 @@ def test_a_single_point_and_a_point_without_queries() -> None:
 
 @kinds
 @pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.bits
 def test_chunk_size_does_not_matter(kind: str, chunk: int) -> None:
     model, x, y = planted()
     whole, cut = (engine(model, shaped(kind), chunk=c) for c in (None, chunk))
@@ -258,6 +259,7 @@ def test_chunk_size_does_not_matter(kind: str, chunk: int) -> None:
 
 
 @kinds
+@pytest.mark.bits
 def test_a_resumed_run_is_bit_identical(kind: str) -> None:
     model, x, y = planted()
     fg = engine(model, shaped(kind), seed=3)

