@@ -233,7 +233,7 @@ def test_the_run_folder(tmp_path: Path) -> None:
 
     saved = ViTForImageClassification.from_pretrained(out / "model").eval()
     assert saved.config.id2label[3] == "3"
-    assert AutoImageProcessor.from_pretrained(out / "model").image_mean == (0.5,)
+    assert tuple(AutoImageProcessor.from_pretrained(out / "model").image_mean) == (0.5,)
     data = load("digits", limit=40)
     pixels, labels = data.validation.batch(torch.arange(40))
     with torch.no_grad():
