@@ -572,8 +572,9 @@ def test_parquet_files_whose_split_is_unclear_or_that_are_none(tmp_path):
 
 
 def test_an_unreachable_hub_says_what_works(monkeypatch):
-    def refuse(name, config):
+    def refuse(name, config, *, trust_remote_code):
         assert name == "uoft-cs/cifar10"
+        assert not trust_remote_code
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)

@@ -264,7 +264,7 @@ def test_models_that_are_not_there(tmp_path, monkeypatch):
     def refuse(*args, **options):
         raise OSError("We couldn't connect\nto anything")
 
-    monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
     with pytest.raises(
         OSError, match=r"'google/vit' on the Hugging Face hub \(We couldn't connect\)"
     ):

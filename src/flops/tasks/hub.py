@@ -138,11 +138,12 @@ def _open(entry: Entry) -> dict[str, Any]:
         datasets.disable_progress_bars()
     try:
         if not path.exists():
-            found = datasets.load_dataset(entry.source, entry.config)
+            found = datasets.load_dataset(entry.source, entry.config, trust_remote_code=False)
         elif path.is_dir() and not any(_parquet(path)):
             found = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset("parquet", data_files=_parquet_splits(path))
+            splits = _parquet_splits(path)
+            found = datasets.load_dataset("parquet", data_files=splits, trust_remote_code=False)
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         if path.exists():
             raise ValueError(f"cannot read the data set in {path}: {error}") from error

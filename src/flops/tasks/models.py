@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from flops.plain import parse_object
 from flops.tasks.images import BUNDLED_FORMAT
 from flops.tasks.optional import require
 from flops.tasks.pixels import ImageFormat
+from flops.tasks.untrusted import refuse_kernels, why
 from flops.tasks.vision import bundled_vit
 
 # Sizes of the paper's two models; transformers' defaults are the rest (224 pixels, patches of 16).
@@ -90,8 +91,13 @@ def load_model(
         made = random_vit(model.removeprefix("random:"), classes, seed=seed)
         return made, _format(made.config, {})
     with _loading(model) as (transformers, source):
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        refuse_kernels(config)
         found, report = transformers.AutoModelForImageClassification.from_pretrained(
             source,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format is pickle, which can run code
             dtype=torch.float32,
             attn_implementation="sdpa",
             output_loading_info=True,
@@ -123,7 +129,8 @@ def image_format(model: str = "bundled") -> ImageFormat:
     if model.startswith("random:"):
         return _format(_random_config(model.removeprefix("random:")), {})
     with _loading(model) as (transformers, source):
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        refuse_kernels(config)
     # CLIP and its like have two parts, one of which reads images.
     return _format(getattr(config, "vision_config", config), _preprocessor(model))
 
@@ -219,13 +226,14 @@ def _loading(model: str) -> Iterator[tuple[Any, str]]:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             yield transformers, str(path) if path.is_dir() else model
+    except ImportError:
+        raise
     except OSError as error:
         where = f"in {path}" if path.is_dir() else f"{model!r} on the Hugging Face hub"
-        reason = str(error).splitlines()[0]
-        raise OSError(f"no model {where} ({reason}). Give {_ALLOWED}") from error
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{model} does not load as an image classifier ({reason})") from error
+        raise OSError(f"no model {where} ({why(error)}). Give {_ALLOWED}") from error
+    except Exception as error:  # of a broken file, transformers lets through whatever comes
+        text = f"{model} does not load as an image classifier ({why(error)})"
+        raise ValueError(text) from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -237,16 +245,32 @@ def _preprocessor(model: str) -> dict[str, Any]:
     path = Path(model).expanduser()
     if path.is_dir():
         file = path / "preprocessor_config.json"
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        try:
+            return parse_object(file.read_bytes()) if file.is_file() else {}
+        except ValueError as error:
+            text = f"{file} cannot be used ({error}): write it again, or remove it"
+            raise ValueError(text) from error
     mixin = require("transformers.image_processing_base").ImageProcessingMixin
     try:
         return dict(mixin.get_image_processor_dict(model)[0])
     except OSError:  # the model came, so the hub was there
         return {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the preprocessor of {model} cannot be used ({why(error)})") from error
 
 
 def _format(config: Any, preprocessor: dict[str, Any]) -> ImageFormat:
     """Return what the model reads; its own size counts, since its position embeddings need it."""
+    try:
+        return _image_format(config, preprocessor)
+    except (TypeError, AttributeError, OverflowError, ArithmeticError) as error:
+        raise ValueError(
+            "the model's config.json or preprocessor_config.json has no usable image_size, "
+            f"num_channels, rescale_factor, image_mean or image_std ({why(error)})"
+        ) from error
+
+
+def _image_format(config: Any, preprocessor: dict[str, Any]) -> ImageFormat:
     size, channels = getattr(config, "image_size", None), int(getattr(config, "num_channels", 3))
     sides = {size} if isinstance(size, int) else set(size or ())
     if len(sides) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ class ImageFormat:
         if self.size < 1 or self.channels not in _MODES:
             found = f"size={self.size}, channels={self.channels}"
             raise ValueError(f"images need size >= 1 and 1 (grey) or 3 (RGB) channels, got {found}")
-        if not len(self.mean) == len(self.std) == self.channels or min(self.std) <= 0:
+        sizes = (len(self.mean), len(self.std))
+        numbers = all(map(math.isfinite, (*self.mean, *self.std)))
+        if sizes != (self.channels,) * 2 or not numbers or min(self.std) <= 0:
             found = f"mean={self.mean}, std={self.std}"
             raise ValueError(
                 f"need a mean and a positive std for each of {self.channels} channels, got {found}"

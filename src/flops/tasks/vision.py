@@ -93,7 +93,12 @@ def bundled_vit(
             stack.callback(logging.enable_progress_bar)
             logging.disable_progress_bar()
         model: ViTForImageClassification = transformers.ViTForImageClassification.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
         )  # in evaluation mode
         if not pretrained_head:
             generator = torch.Generator().manual_seed(seed)
