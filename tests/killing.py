@@ -2,7 +2,8 @@
 
 Run as ``python -m tests.killing CONFIG MOMENT ...``. The libraries are imported once; every process
 that is killed is a fork of this one. A moment is ``lines N`` (that many lines of metrics are
-there), ``writing N`` (a checkpoint is being written, and N are there) or ``seconds S``.
+there), ``lines N S`` (the same and S seconds more), ``writing N`` (a checkpoint is being written,
+and N are there) or ``seconds S``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from flops.training import train
 
 
 def reached(moment: str, folder: Path) -> Callable[[], bool]:
-    kind, number = moment.split()
+    kind, number, *more = moment.split()
     began = time.monotonic()
+    there: list[float] = []  # since when the lines are
 
     def lines() -> bool:
         metrics = folder / "metrics.jsonl"
-        return metrics.exists() and metrics.read_bytes().count(b"\n") >= int(number)
+        if not there and metrics.exists() and metrics.read_bytes().count(b"\n") >= int(number):
+            there.append(time.monotonic())
+        return bool(there) and time.monotonic() - there[0] >= sum(map(float, more))
 
     def writing() -> bool:
         names = os.listdir(folder / "checkpoints") if (folder / "checkpoints").exists() else []

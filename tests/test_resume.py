@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import os
+import platform
+import random
 import signal
 import subprocess
 import sys
@@ -21,11 +25,14 @@ from flops.checkpoints import CheckpointError
 from flops.cli import main
 from flops.errors import FlopsError
 from flops.options import Config, ConfigError
-from flops.runs import RunFolder, RunFolderError
+from flops.runs import RunFolder, RunFolderError, read_config
 from flops.tasks import images
+from flops.tasks.models import load_model
 from flops.training import Silence, train
 from flops.trees import encode
 
+KILLS = int(os.environ.get("FLOPS_KILLS", "30"))  # of processes, in the slow test
+CLOSE = 1e-2  # see `distance`; the most that was measured is 0.0
 SMALL = Config(
     limit=36,
     batch=16,
@@ -82,6 +89,13 @@ def final(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
     return weights, state
 
 
+def flip(file: Path) -> None:
+    """Change a bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -131,6 +145,7 @@ def test_an_unbroken_run_learns_and_repeats_itself(unbroken: Path, tmp_path: Pat
         assert_alike(tmp_path / "run", unbroken)
 
 
+@pytest.mark.bits
 def test_killed_processes(unbroken: Path, tmp_path: Path) -> None:
     """SIGKILL before anything is there, in and between steps, and while checkpoints are written."""
     out = tmp_path / "run"
@@ -143,19 +158,97 @@ def test_killed_processes(unbroken: Path, tmp_path: Path) -> None:
         "writing 2",
         "lines 14",
     ]
+    assert kill(out, moments) >= 4
+    assert_alike(out, unbroken)
+    assert not list((out / "checkpoints").glob("unfinished-*"))
+
+
+def kill(out: Path, moments: list[str]) -> int:
+    """Train in processes that are killed at these moments, and then to the end; count them."""
     arguments = [json.dumps(small(output=str(out)).to_dict()), *moments]
     found = subprocess.run(
         [sys.executable, "-m", "tests.killing", *arguments],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    assert int(found.stdout.split()[-1]) >= 4
-    assert_alike(out, unbroken)
-    assert not list((out / "checkpoints").glob("unfinished-*"))
+    return int(found.stdout.split()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+def test_killed_at_random_moments(unbroken: Path, tmp_path: Path) -> None:
+    """With the same threads and capability: the same bits, however often and whenever."""
+    kills, chance = 0, random.Random(20261116)
+    for number in itertools.count():
+        lines = sorted(chance.randrange(15) for _ in range(10))
+        moments = [f"lines {n} {chance.uniform(0, 0.15):.4f}" for n in lines]
+        kills += kill(tmp_path / str(number), moments)
+        assert_alike(tmp_path / str(number), unbroken)
+        if kills >= KILLS:
+            break
+    print(f"{kills} kills in {number + 1} runs")
+
+
+def elsewhere(folder: Path, **environment: str) -> str:
+    """Resume a run in a process with another environment; what it says."""
+    found = subprocess.run(
+        [sys.executable, "-m", "flops", "finetune", "--resume", str(folder)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def distance(folder: Path, unbroken: Path) -> float:
+    """Of the trained weights, relative to how far training moved them."""
+    ours, theirs = final(folder)[0], final(unbroken)[0]
+    start, _ = load_model("bundled", 10, seed=SMALL.seed)
+    first = start.state_dict()
+    apart = sum(float((ours[n] - w).double().square().sum()) for n, w in theirs.items())
+    moved = sum(float((first[n] - w).double().square().sum()) for n, w in theirs.items())
+    return (apart / moved) ** 0.5
+
+
+@pytest.mark.bits
+def test_another_number_of_threads_is_said_and_differs_by_rounding(
+    unbroken: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Stop):
+        train(small(output=str(tmp_path)), display=Stopper(7))
+    other = str(torch.get_num_threads() + 1)
+    said = elsewhere(tmp_path, OMP_NUM_THREADS=other)
+    before = torch.get_num_threads()
+    assert f"warning: the run was at number of threads {before} (now {other}); it goes on" in said
+    assert distance(tmp_path, unbroken) < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_another_capability_is_said_and_differs_by_rounding(
+    threads: str, capability: str, unbroken: Path, tmp_path: Path
+) -> None:
+    now = torch.backends.cpu.get_cpu_capability()
+    if now.lower() == capability or platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"needs another capability than {now}")
+    for step in (3, 7, 11):
+        folder = tmp_path / str(step)
+        with pytest.raises(Stop):
+            train(small(output=str(folder)), display=Stopper(step))
+        said = elsewhere(folder, OMP_NUM_THREADS=threads, ATEN_CPU_CAPABILITY=capability)
+        assert f"CPU capability {now} (now {capability.upper()})" in said
+        found = distance(folder, unbroken)
+        print(f"{threads} threads, {capability}, from step {step}: {found:.2e}")
+        assert found < CLOSE
 
 
 @pytest.mark.parametrize("method", ["bp", "mezo", "ops-lr", "ops-spsa"])
@@ -205,22 +298,86 @@ def test_asked_to_stop(number: signal.Signals, times: int, tmp_path: Path) -> No
     assert train(config, resume=True).steps == 12
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_previous_one_goes_on(
-    unbroken: Path, tmp_path: Path
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ["state.safetensors", "model.safetensors", "state.json"])
+def test_a_flipped_bit_is_noticed_and_the_previous_checkpoint_goes_on(
+    name: str, unbroken: Path, tmp_path: Path
 ) -> None:
     config = small(output=str(tmp_path))
     with pytest.raises(Stop):
         train(config, display=Stopper(7))
-    damaged = tmp_path / "checkpoints" / "step-00000006" / "state.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
-    kept = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="step-00000004 is whole: add --checkpoint previous"):
+    flip(tmp_path / "checkpoints" / "step-00000006" / name)
+    said = f"step-00000006 is damaged: {name} was changed; the run goes on from step-00000004"
+    with pytest.warns(UserWarning, match=said):
         train(config, resume=True)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == kept
+    assert_alike(tmp_path, unbroken)
+
+
+@pytest.mark.bits
+def test_the_previous_checkpoint_can_be_asked_for(unbroken: Path, tmp_path: Path) -> None:
+    config = small(output=str(tmp_path))
+    with pytest.raises(Stop):
+        train(config, display=Stopper(7))
     train(config, resume=True, checkpoint="previous")
     assert_alike(tmp_path, unbroken)
+
+
+def test_two_damaged_checkpoints_are_too_many(tmp_path: Path) -> None:
+    config = small(method="bp", output=str(tmp_path))
+    with pytest.raises(Stop):
+        train(config, display=Stopper(7))
+    kept = (tmp_path / "metrics.jsonl").read_bytes()
+    for step in (4, 6):
+        flip(tmp_path / "checkpoints" / f"step-0000000{step}" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="There is no other one: start a new run"):
+        train(config, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == kept
+    assert len(checkpoints.steps(tmp_path / "checkpoints")) == 2  # nothing was put aside
+
+
+def test_a_checkpoint_of_another_version_is_named(tmp_path: Path) -> None:
+    config = small(method="bp", output=str(tmp_path))
+    with pytest.raises(Stop):
+        train(config, display=Stopper(7))
+    place = checkpoints.steps(tmp_path / "checkpoints")[-1]
+    document = json.loads((place / "state.json").read_text(encoding="utf-8"))
+    text = json.dumps({**document, "schema": 9, "version": "7.1"})
+    (place / "state.json").write_text(text, encoding="utf-8")
+    sums = json.loads((place / "checksums.json").read_text(encoding="utf-8"))
+    sums["state.json"] = hashlib.sha256(text.encode()).hexdigest()
+    (place / "checksums.json").write_text(json.dumps(sums), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"has schema 9.* that wrote it \(7.1\)"):
+        train(config, resume=True)
+
+
+def test_a_run_from_before_checkpoints_knew_their_machine(unbroken: Path, tmp_path: Path) -> None:
+    """As version 0.1.0 wrote it."""
+    config = small(output=str(tmp_path))
+    with pytest.raises(Stop):
+        train(config, display=Stopper(7))
+    for place in checkpoints.steps(tmp_path / "checkpoints"):
+        weights, state = checkpoints.load(place)
+        del state["rounding"]
+        checkpoints.save(place.parent, int(place.name[5:]), weights, state)
+    kept = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+    for name in ("torch", "capability"):
+        del kept[name]
+    (tmp_path / "environment.json").write_text(json.dumps(kept), encoding="utf-8")
+    train(config, resume=True)  # without a warning
+    assert_alike(tmp_path, unbroken)
+
+
+def test_settings_of_a_newer_version_are_named(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        train(small(method="bp", output=str(tmp_path)), display=Stopper(1))
+    for name, values in (
+        ("config.json", {"warp": 9}),
+        ("environment.json", {"packages": {"flops-torch": "7.1"}}),
+    ):
+        kept = json.loads((tmp_path / name).read_text(encoding="utf-8"))
+        (tmp_path / name).write_text(json.dumps({**kept, **values}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"'warp'.*config.json, which flops 7.1 wrote; this is"):
+        read_config(tmp_path)
 
 
 def test_one_process_at_a_time_and_the_same_data(
@@ -267,8 +424,19 @@ def test_an_environment_that_is_not_known_is_no_obstacle(tmp_path: Path) -> None
         train(config, display=Stopper(3))
     kept = json.loads((tmp_path / "environment.json").read_text())
     (tmp_path / "environment.json").write_text(json.dumps({**kept, "threads": 99}))
-    with pytest.warns(UserWarning, match=r"start of the run: threads \(99, now \d+\); what"):
-        RunFolder.reopen(tmp_path)[0].close()
-    (tmp_path / "environment.json").write_text("{}")
-    with pytest.warns(UserWarning, match="other versions than at the start"):
-        RunFolder.reopen(tmp_path)[0].close()
+    RunFolder.reopen(tmp_path)[0].close()  # the checkpoint knows better
+    place = checkpoints.steps(tmp_path / "checkpoints")[-1]
+    weights, state = checkpoints.load(place)
+    for change, said in (
+        ({"threads": 99}, r"number of threads 99 \(now \d+\); it goes on, and differs"),
+        ({"capability": "AVX9"}, r"CPU capability AVX9 \(now \w+\)"),
+        ({"torch": "1.0"}, r"torch 1.0 \(now"),
+    ):
+        changed = {**state, "rounding": {**state["rounding"], **change}}
+        checkpoints.save(place.parent, 2, weights, changed)
+        with pytest.warns(UserWarning, match=said):
+            RunFolder.reopen(tmp_path)[0].close()
+    for text in ("{}", "", "[" * 100_000, '{"packages": 1}'):
+        (tmp_path / "environment.json").write_text(text)
+        with pytest.warns(UserWarning, match=r"numpy None \(now"):
+            RunFolder.reopen(tmp_path)[0].close()

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder ``step-00000120`` with the weights (`model.safetensors`), the rest of the
 state (`state.safetensors` and `state.json`, see `flops.trees`) and `checksums.json`. It is written
-under another name, synced to disk and then renamed, so that a process that is killed at any moment
-leaves the checkpoints before it untouched.
+under another name, synced to disk and then renamed, so that a process that is killed at any moment,
+or that finds the disk full, leaves the checkpoints before it untouched. One that has changed since,
+by as little as a bit, is put aside, and the one before it is taken.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flops.disk import UNWRITABLE
 from flops.errors import FlopsError
 from flops.files import UNFINISHED, sync_directory, sync_file
+from flops.plain import parse_object
 from flops.trees import decode, encode, separate
 
 SCHEMA = 1
@@ -33,7 +36,13 @@ class CheckpointError(FlopsError):
     """A checkpoint is damaged, or there is none."""
 
 
-def save(folder: Path, step: int, weights: Mapping[str, Tensor], state: Any) -> Path:
+class UnusableError(CheckpointError):
+    """A checkpoint may be whole, and yet cannot be read here."""
+
+
+def save(
+    folder: Path, step: int, weights: Mapping[str, Tensor], state: Any, version: str | None = None
+) -> Path:
     """Write a checkpoint, and remove all but the last two.
 
     Args:
@@ -41,26 +50,35 @@ def save(folder: Path, step: int, weights: Mapping[str, Tensor], state: Any) -> 
         step: Names the checkpoint; one of the same step is replaced.
         weights: The model's state_dict.
         state: A tree of plain values, tensors and arrays.
+        version: Of this library, for a later one that cannot read it.
 
     Returns:
         Its folder.
+
+    Raises:
+        OSError: It cannot be written, or safetensors' own error; nothing is left of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"step-{step:08d}"
     scratch = folder / f"{UNFINISHED}{place.name}"
     _remove(scratch)
-    scratch.mkdir()
     plain, tensors = encode(state)
-    save_file(separate(weights), scratch / "model.safetensors", metadata={"format": "pt"})
-    save_file(tensors, scratch / "state.safetensors")
-    _write(scratch / "state.json", {"schema": SCHEMA, "step": step, "state": plain})
-    _write(scratch / "checksums.json", {name: _checksum(scratch / name) for name in FILES})
-    for path in scratch.iterdir():
-        sync_file(path)
-    sync_directory(scratch)
-    if place.exists():  # of a run that was set back: what is there is not needed to resume
-        _retire(place)
-    scratch.rename(place)
+    document = {"schema": SCHEMA, "step": step, "version": version, "state": plain}
+    try:
+        scratch.mkdir()
+        save_file(separate(weights), scratch / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, scratch / "state.safetensors")
+        _write(scratch / "state.json", document)
+        _write(scratch / "checksums.json", {name: _checksum(scratch / name) for name in FILES})
+        for path in scratch.iterdir():
+            sync_file(path)
+        sync_directory(scratch)
+        if place.exists():  # of a run that was set back: what is there is not needed to resume
+            _retire(place)
+        scratch.rename(place)
+    except UNWRITABLE:
+        shutil.rmtree(scratch, ignore_errors=True)  # it may be what fills the disk
+        raise
     sync_directory(folder)
     for old in steps(folder)[:-KEEP]:
         _retire(old)
@@ -79,65 +97,74 @@ def load(path: Path) -> tuple[dict[str, Tensor], Any]:
         CheckpointError: If it is damaged or of another version.
     """
     try:
-        expected = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
+        expected = parse_object((path / "checksums.json").read_bytes())
         for name in FILES:
             if _checksum(path / name) != expected[name]:
                 raise CheckpointError(f"checkpoint {path.name} is damaged: {name} was changed")
-        document = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        document = parse_object((path / "state.json").read_bytes())
         if document["schema"] != SCHEMA:
-            raise CheckpointError(
+            wrote = document.get("version") or "another version"
+            raise UnusableError(
                 f"checkpoint {path.name} has schema {document['schema']}, this version reads "
-                f"{SCHEMA}; use the version of flops that wrote it"
+                f"{SCHEMA}; use the version of flops that wrote it ({wrote})"
             )
         weights = {n: t.clone() for n, t in load_file(path / "model.safetensors").items()}
         return weights, decode(document["state"], load_file(path / "state.safetensors"))
+    except PermissionError as error:  # it may be whole: nothing to fall back from
+        raise UnusableError(f"cannot read {error.filename}: {error.strerror}") from error
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         raise CheckpointError(f"checkpoint {path.name} is damaged: {missing} is missing") from error
-    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, *UNWRITABLE) as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {error}") from error
 
 
 def restore(folder: Path, which: str = "last") -> tuple[dict[str, Tensor], Any] | None:
-    """The last checkpoint, or the one before; None if none was written yet.
+    """The last checkpoint that is whole, or the one before; None if none was written yet.
 
-    Going back to the previous one puts the last aside, under a name that is not looked at again.
+    One that is damaged, or that one goes back from, is put aside, under a name that is not looked
+    at again, with a warning if nobody asked for it.
 
     Raises:
-        CheckpointError: If it is damaged; the message says which one is left.
+        CheckpointError: If none is whole, or one is of another version.
     """
     found = steps(folder)
     if which == "previous":
         if len(found) < 2:
             raise CheckpointError(f"there is no previous checkpoint in {folder}")
         loaded = load(found[-2])
-        aside = folder / f"{DAMAGED}{found[-1].name}"
-        _remove(aside)
-        found[-1].rename(aside)
-        sync_directory(folder)
+        _put_aside(found[-1])
         return loaded
-    if not found:
-        return None
-    try:
-        return load(found[-1])
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_offer(found[:-1])}") from error
+    damaged: dict[Path, str] = {}
+    for path in reversed(found):
+        try:
+            loaded = load(path)
+        except UnusableError:
+            raise
+        except CheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        for other, said in damaged.items():  # now that there is one to go on from
+            warnings.warn(f"{said}; the run goes on from {path.name}, which is whole", stacklevel=4)
+            _put_aside(other)
+        return loaded
+    if damaged:
+        every = "; ".join(damaged.values())
+        raise CheckpointError(f"{every}. There is no other one: start a new run")
+    return None
+
+
+def _put_aside(path: Path) -> None:
+    aside = path.with_name(f"{DAMAGED}{path.name}")
+    _remove(aside)
+    path.rename(aside)
+    sync_directory(path.parent)
 
 
 def clean(folder: Path) -> None:
     """Remove what a killed process left behind."""
     for path in folder.glob(f"{UNFINISHED}*"):
         _remove(path)
-
-
-def _offer(others: list[Path]) -> str:
-    if not others:
-        return "There is no other one: start a new run"
-    try:
-        load(others[-1])
-    except CheckpointError as error:
-        return f"The one before is no better ({error}): start a new run"
-    return f"{others[-1].name} is whole: add --checkpoint previous to continue from there"
 
 
 def _retire(path: Path) -> None:

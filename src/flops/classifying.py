@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flops.disk import filling
 from flops.distributed import Team
 from flops.engine import ForwardGradient
 from flops.errors import FlopsError
@@ -91,12 +92,13 @@ class Classification:
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
-            model.save_pretrained(folder / "model")
+            with filling(folder / "model", last="preprocessor_config.json") as scratch:
+                model.save_pretrained(scratch)
+                text = json.dumps(preprocessor(self.format), indent=2)
+                (scratch / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
         finally:
             if bars:
                 logging.enable_progress_bar()
-        text = json.dumps(preprocessor(self.format), indent=2)
-        (folder / "model" / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def loss_fn(outputs: Any, targets: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from flops.compare import compare
+from flops.disk import MEASURED, writing
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import Targets
+from flops.files import atomic_write
 from flops.methods import METHODS, MethodName
 from flops.options import Config
 from flops.plans import Plan
@@ -132,22 +134,22 @@ class Compare:
         ]
         seen = sentence(results, self.epochs)
         written = [sheet.markdown() for sheet in sheets if sheet is not None]
-        (self.output / "tables.md").write_text("\n".join([*written, seen + "\n"]), encoding="utf-8")
         kept = {
             "epochs": self.epochs,
             "budget": plan.budget,
             "chosen": {m: dataclasses.asdict(c) for m, c in chosen.items()},
             "results": results,
         }
-        (self.output / "results.json").write_text(
-            json.dumps(kept, indent=1) + "\n", encoding="utf-8"
-        )
+        with writing(self.output, MEASURED):
+            atomic_write(self.output / "tables.md", "\n".join([*written, seen + "\n"]))
+            atomic_write(self.output / "results.json", json.dumps(kept, indent=1) + "\n")
         for sheet in sheets:
             if sheet is not None:
                 console.print(sheet.table())
         console.print(seen)
         try:
-            plot(self.output / "accuracy.png", results)
+            with writing(self.output, MEASURED):
+                plot(self.output / "accuracy.png", results)
             shown = f"the plot is {self.output / 'accuracy.png'}"
             console.print(shown, markup=False, soft_wrap=True)
         except ImportError as error:

@@ -64,6 +64,7 @@ class Lines:
 
     def say(self, text: str) -> None:
         """Print plainly: no markup, no wrapping, numbers as they are."""
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # names may be any bytes
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -28,9 +28,18 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "packages": packages,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        **rounding(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
+    }
+
+
+def rounding() -> dict[str, Any]:
+    """What decides how sums are rounded: with the same of these, the same bits come out."""
+    return {
+        "torch": metadata.version("torch"),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flops.errors import NonFiniteLossError
+from flops.errors import FlopsError, NonFiniteLossError
 from flops.estimators.likelihood_ratio import Targets
 from flops.methods import MethodName
 from flops.options import Config
@@ -81,6 +81,13 @@ def try_out(run: Run) -> Result:
         return {"diverged": True}
 
 
+def _weights(model: str) -> str:
+    try:
+        return weights_digest(model)
+    except OSError as error:
+        raise FlopsError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is compared, and how.
@@ -128,6 +135,6 @@ class Plan:
             limit=base.limit,
             targets=base.targets,
             head=base.head,
-            weights=weights_digest(base.model),
+            weights=_weights(base.model),
         )
         return dataclasses.replace(given, **changed)

@@ -19,19 +19,20 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from io import BufferedWriter
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from flops import checkpoints
-from flops.environment import environment
+from flops.disk import UNWRITABLE, DiskError, reason, remove
+from flops.environment import environment, rounding
 from flops.errors import FlopsError
 from flops.files import UNFINISHED, atomic_write, safe_name
 from flops.options import Config
-from flops.settings import RunConfig, Settings, merged, read_file
+from flops.settings import ConfigError, RunConfig, Settings, merged, read_file
 
 
 class RunFolderError(FlopsError):
@@ -41,6 +42,9 @@ class RunFolderError(FlopsError):
 class RunFolder:
     """An open run folder; one process at a time.
 
+    While the disk is full, training goes on: lines of metrics are kept in memory, and writing is
+    tried again at every line and every checkpoint.
+
     Args:
         path: The folder.
         lock: What `_lock` returned for it.
@@ -49,7 +53,9 @@ class RunFolder:
     def __init__(self, path: Path, lock: int | None) -> None:
         self.path = path
         self._lock = lock
-        self._metrics: BufferedWriter = (path / "metrics.jsonl").open("ab")
+        self._metrics: FileIO = (path / "metrics.jsonl").open("ab", buffering=0)
+        self._pending = b""  # of the metrics: what could not be written yet
+        self._said = False
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
@@ -82,21 +88,14 @@ class RunFolder:
             CheckpointError: If the checkpoint is damaged.
         """
         check_run(path)
-        before, now = read_file(path / "environment.json"), environment()
-        versions = before.get("packages", {})
-        changed = [name for name, v in now["packages"].items() if v != versions.get(name)]
-        if before.get("threads") != now["threads"]:  # sums are taken in another order
-            changed.append(f"threads ({before.get('threads')}, now {now['threads']})")
-        if changed:
-            warnings.warn(
-                f"other versions than at the start of the run: {', '.join(changed)}; what follows "
-                "may differ from an unbroken run in the last digits",
-                stacklevel=3,
-            )
         with _writing(path):
             run = cls(path, _lock(path))
         try:
-            return run, run._set_back(which)
+            for left in path.glob(f"{UNFINISHED}*"):  # by a process that was killed
+                remove(left)
+            restored = run._set_back(which)
+            _say_what_changed(path, {} if restored is None else restored[1].get("rounding", {}))
+            return run, restored
         except BaseException:
             run.close()
             raise
@@ -114,21 +113,70 @@ class RunFolder:
         return restored
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add a line to the metrics."""
+        """Add a line to the metrics, at the next one if the disk is full."""
         text = json.dumps(_finite(line), allow_nan=False)
-        self._metrics.write(text.encode() + b"\n")
-        self._metrics.flush()
+        self._pending += text.encode() + b"\n"
+        try:
+            self._flush()
+        except OSError as error:
+            self._say(error)
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint that knows how long the metrics were."""
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        size = os.fstat(self._metrics.fileno()).st_size
-        checkpoints.save(self.path / "checkpoints", step, weights, {**state, "metrics": size})
+    def _flush(self) -> None:
+        while self._pending:
+            self._pending = self._pending[self._metrics.write(self._pending) :]
+
+    def save(
+        self, step: int, weights: dict[str, Tensor], state: dict[str, Any], last: bool = False
+    ) -> None:
+        """Write a checkpoint that knows how long the metrics were and what rounded its numbers.
+
+        If that fails, the one before stays, and a warning says so, once until it works again.
+
+        Args:
+            step: Names it.
+            weights: The model's.
+            state: The rest.
+            last: Whether there is no later one to try again at.
+
+        Raises:
+            DiskError: The last one cannot be written.
+        """
+        from flops import __version__
+
+        place = self.path / "checkpoints"
+        try:
+            self._flush()
+            os.fsync(self._metrics.fileno())
+            size = os.fstat(self._metrics.fileno()).st_size
+            kept = {**state, "metrics": size, "rounding": rounding()}
+            checkpoints.save(place, step, weights, kept, __version__)
+        except UNWRITABLE as error:
+            if last:
+                raise DiskError(
+                    f"cannot write to {self.path}: {reason(error)}; training is done, but its end "
+                    f"is not kept: make room, and resume the run {self._from()}"
+                ) from error
+            self._say(error)
+            return
+        self._said = False
+
+    def _say(self, error: BaseException) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"cannot write to {self.path}: {reason(error)}; training goes on, and writing is "
+                f"tried again at every checkpoint; a run resumed now would go on {self._from()}",
+                stacklevel=4,
+            )
+
+    def _from(self) -> str:
+        found = checkpoints.steps(self.path / "checkpoints")
+        return f"from {found[-1].name}" if found else "from the beginning"
 
     def close(self) -> None:
         """Let go of the folder."""
-        self._metrics.close()
+        with suppress(OSError):
+            self._metrics.close()
         _unlock(self._lock)
         self._lock = None
 
@@ -188,7 +236,54 @@ def read_settings(path: Path, defaults: Settings) -> Settings:
         ConfigError: If its settings are not of this kind.
     """
     check_run(path)
-    return merged(defaults, read_file(path / "config.json"))
+    values = read_file(path / "config.json")
+    try:
+        return merged(defaults, values)
+    except ConfigError as error:
+        from flops import __version__
+
+        wrote = _environment(path).get("packages", {}).get("flops-torch")
+        if wrote in (None, __version__):
+            raise
+        raise ConfigError(
+            f"{error} (in {path / 'config.json'}, which flops {wrote} wrote; this is {__version__})"
+        ) from error
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """What the run began with; empty if that is not known."""
+    try:
+        found = read_file(path / "environment.json")
+    except ConfigError:
+        return {}
+    return found if isinstance(found.get("packages", {}), dict) else {}
+
+
+def _say_what_changed(path: Path, last: dict[str, Any]) -> None:
+    """Warn if the run cannot go on with the same bits.
+
+    Args:
+        path: The run.
+        last: What rounded the numbers of the checkpoint; empty if it does not say.
+    """
+    began, now = _environment(path), environment()
+    before = {**began.get("packages", {}), **began, **last}
+    present = {**now["packages"], **now}
+    watched = [*now["packages"], "threads", "capability"]
+    if "capability" not in before:  # of a run that began before this was noted
+        watched.remove("capability")
+    said = {"threads": "number of threads", "capability": "CPU capability"}
+    changed = [
+        f"{said.get(name, name)} {before.get(name)} (now {present[name]})"
+        for name in watched
+        if before.get(name) != present[name]
+    ]
+    if changed:
+        warnings.warn(
+            f"the run was at {', '.join(changed)}; it goes on, and differs from an unbroken run "
+            "by rounding",
+            stacklevel=5,
+        )
 
 
 def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:

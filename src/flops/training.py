@@ -3,7 +3,8 @@
     step -> line in metrics.jsonl -> evaluation, where a mark is reached -> checkpoint, where due
 
 The order of the points follows from (seed, epoch), and evaluations from the state alone, so that a
-run that continues from a checkpoint does what an unbroken one does, bit for bit.
+run that continues from a checkpoint does what an unbroken one does: bit for bit on the same machine
+with the same versions and number of threads, else but for rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from flops.disk import writing
 from flops.distributed import Team
 from flops.launch import joined, share
 from flops.progress import Evaluation, Result
@@ -69,7 +71,7 @@ def train(
         config: What to do. Without `output` nothing is written.
         resume: Continue the run in `output`, from its last checkpoint or from the beginning if
             there is none yet.
-        checkpoint: "last", or "previous" if the last one is damaged.
+        checkpoint: "last", the last that is whole, or "previous", the one before.
         display: Watches the run; None for nothing.
 
     Under torchrun the processes share the queries of every step; process 0 alone writes.
@@ -109,7 +111,9 @@ def _train(config: RunConfig, resume: bool, checkpoint: str, shown: Display, tea
             _loop(trainer, folder, shown, stopping)
         peak = peak_memory()
         if folder is not None:
-            write_results(trainer, folder.path)
+            advice = "make room, and resume the run: it is done, and writes them then"
+            with writing(folder.path, advice):
+                write_results(trainer, folder.path)
     finally:
         shown.close()
         if folder is not None:
@@ -137,7 +141,8 @@ def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping
             display.evaluation(trainer, found)
         finished = trainer.finished()
         if folder is not None and clock.due(trainer.progress.step, finished):
-            folder.save(trainer.progress.step, trainer.weights(), trainer.state_dict())
+            weights, state = trainer.weights(), trainer.state_dict()
+            folder.save(trainer.progress.step, weights, state, last=finished)
         if finished:
             return
         line = trainer.step()

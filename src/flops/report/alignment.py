@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flops.files import replacing
 from flops.report.curves import read_metrics
 from flops.report.plots import matplotlib_figures
 
@@ -97,4 +98,5 @@ def plot_aligned(runs: Mapping[str, Sequence[AlignedRun]], path: Path) -> None:
     by_step.legend()
     for axis in (by_step, by_time):
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=110)

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from flops.files import replacing
+from flops.plain import parse_json
 from flops.report.plots import matplotlib_figures
 
 SHOWN = 12  # thumbnails of each end
@@ -61,10 +62,13 @@ def plot_allocation(counts: Path, path: Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
+        OSError: The file cannot be read.
+        ValueError: It is no file of `write_counts`.
     """
-    with safe_open(counts, "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        classes = json.loads(file.metadata()["classes"])
+    try:
+        found, classes = _read_counts(counts)
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"{counts} is no file of counts, or not a whole one: {error}") from error
     figure = matplotlib_figures().Figure(figsize=(SHOWN, 5.2), layout="constrained")
     top, *rows = figure.subfigures(3, 1, height_ratios=[2, 1, 1])
     seen = found["counts"][found["counts"] >= 0]
@@ -85,7 +89,14 @@ def plot_allocation(counts: Path, path: Path) -> None:
                 axis.imshow(*_image(found[f"{name}_images"][place]))
                 label = str(classes[int(found["labels"][point])])[:14]
                 axis.set_title(f"{label}: {int(found['counts'][point])}", fontsize=8)
-    figure.savefig(path, dpi=110)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=110)
+
+
+def _read_counts(path: Path) -> tuple[dict[str, Tensor], Any]:
+    with safe_open(path, "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return found, parse_json(file.metadata()["classes"])
 
 
 def _bins(seen: Tensor) -> Any:

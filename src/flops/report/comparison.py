@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flops.estimators.likelihood_ratio import Targets
+from flops.files import replacing
 from flops.methods import Method, MethodName
 from flops.report.metrics import interval
 from flops.report.plots import matplotlib_figures
@@ -138,7 +139,8 @@ def plot(path: Path, results: Results) -> None:
     axis.set_ylabel("validation accuracy, %")
     axis.grid(alpha=0.3)
     axis.legend(loc="best", fontsize=8)
-    figure.savefig(path, dpi=120)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=120)
 
 
 def _short(value: float) -> str:

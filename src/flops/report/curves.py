@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flops.files import replacing
+from flops.plain import parse_object
 from flops.report.plots import matplotlib_module
 
+NEEDED = {  # numbers in the lines of each kind
+    "step": ("step", "loss", "forward_equivalents", "seconds"),
+    "evaluation": ("step", "loss", "accuracy", "forward_equivalents", "seconds"),
+}
 SMOOTH = 20  # steps of the running mean, at most a twentieth of the run
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Lines of steps and lines of evaluations, in order; a last line that was cut off is left out.
 
+    So are lines that are no such thing, with a warning: a disk may have changed them.
+
     Raises:
-        ValueError: If another line is not JSON.
+        OSError: If the file cannot be read.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    values = [json.loads(line) for line in lines[:-1]]  # what follows the last newline is not whole
-    steps = [value for value in values if value["kind"] == "step"]
-    return steps, [value for value in values if value["kind"] == "evaluation"]
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in NEEDED}
+    broken: list[str] = []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is not whole
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = parse_object(line)
+            kind = str(value.get("kind"))
+            if wrong := [name for name in NEEDED[kind] if not _is_number(value.get(name, ""))]:
+                raise ValueError(f"no number as {wrong[0]}")
+            found[kind].append({"test": None, **value})
+        except KeyError:
+            broken.append(f"line {number} (neither a step nor an evaluation)")
+        except ValueError as error:
+            broken.append(f"line {number} ({error})")
+    if broken:
+        warnings.warn(
+            f"left out {len(broken)} of {len(lines)} lines of {path} that cannot be read, the "
+            f"first: {broken[0]}",
+            stacklevel=2,
+        )
+    return found["step"], found["evaluation"]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one, or None, which stands for one that is not finite."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def plot_curves(metrics: Path, path: Path) -> None:
@@ -39,14 +69,14 @@ def plot_curves(metrics: Path, path: Path) -> None:
     ticker = matplotlib_module("ticker")
     figure = matplotlib_module("figure").Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    cost = [line["forward_equivalents"] for line in steps]
-    losses = np.array([line["loss"] for line in steps], dtype=float)
+    cost = _numbers(steps, "forward_equivalents")
+    losses = _numbers(steps, "loss")
     (drawn,) = left.plot(cost, losses, linewidth=0.8, alpha=0.35)
     left.plot(cost, _running_mean(losses), linewidth=1.8, color=drawn.get_color())
     left.set_ylabel("training loss")
     right.plot(
-        [line["forward_equivalents"] for line in evaluations],
-        [100 * line["accuracy"] for line in evaluations],
+        _numbers(evaluations, "forward_equivalents"),
+        100 * _numbers(evaluations, "accuracy"),
         marker="o",
         markersize=4,
     )
@@ -57,7 +87,13 @@ def plot_curves(metrics: Path, path: Path) -> None:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(6))
         axis.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 200k
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=110)
+
+
+def _numbers(lines: list[dict[str, Any]], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """One value of each line, NaN for None."""
+    return np.array([line[name] for line in lines], dtype=np.float64)
 
 
 def _running_mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flops.files import replacing
 from flops.report.metrics import Interval
 from flops.report.plots import matplotlib_figures, matplotlib_module
 
@@ -81,7 +82,8 @@ def plot_grid(
     figure.suptitle(title, fontsize=11)
     shown = (list(handles.values()), list(handles))
     figure.legend(*shown, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=DPI)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=DPI)
 
 
 def plot_bars(
@@ -130,7 +132,8 @@ def plot_bars(
     figure.suptitle(title, fontsize=11)
     shown = (list(handles.values()), list(handles))
     figure.legend(*shown, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=DPI)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=DPI)
 
 
 def _half(value: Interval) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flops.tasks.optional import require
+from flops.files import replacing
 
 Lines = Mapping[str, tuple[Sequence[int], Sequence[Sequence[float]]]]
 
@@ -40,7 +41,8 @@ def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(label)
     axes[-1].legend(loc="lower right")
-    figure.savefig(path, dpi=110)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=110)
 
 
 def matplotlib_figures() -> Any:

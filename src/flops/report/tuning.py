@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flops.files import replacing
 from flops.report.metrics import paired
 from flops.report.sheet import Sheet
 
@@ -102,5 +103,6 @@ def plot(folder: Path, results: Sequence[Result]) -> Path:
     axes.set_ylabel("validation accuracy, %")
     axes.legend(frameon=False)
     path = folder / "validation.png"
-    figure.savefig(path, dpi=150)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=150)
     return path

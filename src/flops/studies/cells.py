@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flops.disk import DiskError, reason
 from flops.errors import FlopsError
 from flops.files import atomic_write, safe_name
 from flops.tasks.optional import MissingPackageError
+from flops.plain import parse_object
 
 Result = dict[str, Any]
 LONGEST = 200  # bytes of a file's name
@@ -85,7 +88,7 @@ class Cell:
 
     def _read(self, path: Path) -> Result | None:
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            kept = parse_object(path.read_bytes())
         except (OSError, ValueError):  # absent or half, or a name that this system does not take
             return None
         defaults = {
@@ -94,10 +97,10 @@ class Cell:
             if f.default is not dataclasses.MISSING
         }  # of settings that are newer than the result
         now = json.loads(json.dumps(dataclasses.asdict(self.settings)))
-        if {**json.loads(json.dumps(defaults)), **kept.get("settings", {})} != now:
+        settings, result = kept.get("settings"), kept.get("result")
+        if not isinstance(settings, dict) or not isinstance(result, dict):  # nothing of ours
             return None
-        result: Result = kept["result"]
-        return result
+        return result if {**json.loads(json.dumps(defaults)), **settings} == now else None
 
     def save(self, folder: Path, result: Result) -> None:
         """Write the result beside its place and move it there, so that it is whole or absent."""
@@ -125,20 +128,39 @@ def run_cells(
         title: In front of the bar.
         fresh: A process for each cell, so that its peak memory is its own.
 
+    A result that cannot be written, as on a full disk, is kept in memory, and written as soon as
+    that works again; a warning says so once.
+
     Raises:
         FlopsError: If cells failed. The others have been run and kept.
+        DiskError: If results could not be written up to the end.
     """
     left = [cell for cell in cells if cell.load(folder) is None]
     failed: dict[str, BaseException] = {}
+    unwritten: dict[Cell, Result] = {}
+    said = ""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(title, total=len(cells), completed=len(cells) - len(left))
-        for cell, error in _finished(left, folder, workers, fresh):
-            if error is not None:
+        for cell, error, result in _finished(left, folder, workers, fresh):
+            if error is not None and result is not None:
+                unwritten[cell] = result
+                if not said:
+                    said = (
+                        f"cannot write to {folder}: {reason(error)}; the study goes on, and results"
+                        " are written as soon as there is room"
+                    )
+                    warnings.warn(said, stacklevel=2)
+            elif error is not None:
                 failed[cell.name] = error
+            _write_again(unwritten, folder)
             bar.advance(task)
+    if unwritten:
+        some = f"cannot write {len(unwritten)} of {len(left)} results to {folder}"
+        advice = "make room, and run it again: these are measured again, the others are kept"
+        raise DiskError(f"{some}: {said.partition(': ')[2].partition(';')[0]}; {advice}")
     if failed:
         name, error = next(iter(failed.items()))
         if isinstance(error, MissingPackageError):  # it says all that there is to say
@@ -150,13 +172,23 @@ def run_cells(
     return [found for cell in cells if (found := cell.load(folder)) is not None]
 
 
+def _write_again(unwritten: dict[Cell, Result], folder: Path) -> None:
+    """Write what can be written by now."""
+    for cell, result in list(unwritten.items()):
+        try:
+            cell.save(folder, result)
+        except OSError:
+            return
+        del unwritten[cell]
+
+
 def _finished(
     cells: Sequence[Cell], folder: Path, workers: int, fresh: bool
-) -> Iterator[tuple[Cell, BaseException | None]]:
-    """Cells as they finish, each with its error or None."""
+) -> Iterator[tuple[Cell, BaseException | None, Result | None]]:
+    """Cells as they finish, each with its error or None, and the result if it is not written."""
     if workers == 0:
         for cell in cells:
-            yield cell, _attempt(cell, folder)
+            yield cell, *_attempt(cell, folder)
         return
     if not cells:
         return
@@ -173,7 +205,7 @@ def _finished(
         futures = {pool.submit(_attempt, cell, folder): cell for cell in cells}
         for future in as_completed(futures):
             failed = future.exception()  # the process itself died
-            yield futures[future], failed if failed is not None else future.result()
+            yield futures[future], *((failed, None) if failed is not None else future.result())
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         if before is None:
@@ -196,9 +228,13 @@ def _start_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _attempt(cell: Cell, folder: Path) -> Exception | None:
+def _attempt(cell: Cell, folder: Path) -> tuple[Exception | None, Result | None]:
     try:
-        cell.save(folder, cell.measure(cell.settings))
+        result = cell.measure(cell.settings)
     except Exception as error:
-        return error
-    return None
+        return error, None
+    try:
+        cell.save(folder, result)
+    except OSError as error:  # what took hours to measure is not thrown away
+        return error, result
+    return None, None

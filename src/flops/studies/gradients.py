@@ -23,7 +23,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from rich.console import Console
 
+from flops.disk import MEASURED, writing
 from flops.errors import FlopsError
+from flops.files import atomic_write, replacing
 from flops.report.grid import plot_bars, plot_grid
 from flops.report.metrics import interval
 from flops.report.sheet import Sheet
@@ -198,14 +200,19 @@ def _ablation(name: str, plan: Plan) -> tuple[list[Sheet], list[Sheet]]:
 
 def _draw(plan: Plan, draw: Callable[[], None]) -> None:
     try:
-        draw()
+        with writing(plan.folder, MEASURED):
+            draw()
     except ImportError as error:
         plan.console.print(f"no figure was drawn: {error}", markup=False)
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Write one line for each mapping, the names of the first above them."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with (
+        writing(path, MEASURED),
+        replacing(path) as scratch,
+        scratch.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
@@ -229,11 +236,10 @@ def main(parts: Sequence[Part], plan: Plan) -> None:
     for part in dict.fromkeys(parts):
         sheets, long = _matrices(plan, layers) if part == "matrices" else _ablation(part, plan)
         kept = [{"title": s.title, "header": s.header, "rows": s.rows} for s in [*sheets, *long]]
-        (plan.folder / f"{part}.json").write_text(
-            json.dumps(kept, indent=1) + "\n", encoding="utf-8"
-        )
         text = "\n".join(sheet.markdown() for sheet in [*sheets, *long])
-        (plan.folder / f"{part}.md").write_text(text, "utf-8")
+        with writing(plan.folder, MEASURED):
+            atomic_write(plan.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
+            atomic_write(plan.folder / f"{part}.md", text)
         for sheet in sheets:
             plan.console.print(sheet.table())
     plan.console.print(f"written to {plan.folder}", markup=False, soft_wrap=True)

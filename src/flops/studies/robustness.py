@@ -16,6 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flops.disk import MEASURED, writing
+from flops.files import atomic_write
 from flops.options import Config
 from flops.report.sheet import Sheet
 from flops.studies.cells import Cell, run_cells
@@ -128,22 +130,24 @@ def main(runs: Sequence[FinishedRun], plan: Plan) -> Found:
         *([] if by_bound is None else [by_bound]),
     ]
     text = "\n".join(sheet.markdown() for sheet in sheets)
-    (plan.folder / "tables.md").write_text(text, encoding="utf-8")
     kept = {
         "strengths": dataclasses.asdict(strengths),
         "models": [{"digest": run.digest, **run.config.to_dict(), "output": None} for run in runs],
         "trials": [{**dataclasses.asdict(trial), **result} for trial, result in found.rows],
         "tables": [dataclasses.asdict(sheet) for sheet in sheets],
     }
-    (plan.folder / "results.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    write_csv(plan.folder / "results.csv", found)
+    with writing(plan.folder, MEASURED):
+        atomic_write(plan.folder / "tables.md", text)
+        atomic_write(plan.folder / "results.json", json.dumps(kept, indent=1) + "\n")
+        write_csv(plan.folder / "results.csv", found)
     for sheet in sheets:
         console.print(sheet.table())
     if not differences:
         console.print(f"no differences: they need runs of {BASE} and of another method")
     if len(strengths.all_bounds) > 1:
         try:
-            plot_bounds(plan.folder / "bounds.png", found, strengths)
+            with writing(plan.folder, MEASURED):
+                plot_bounds(plan.folder / "bounds.png", found, strengths)
         except ImportError as error:
             console.print(f"no plot was drawn: {error}", markup=False)
     console.print(f"results are in {plan.folder}", markup=False, soft_wrap=True)

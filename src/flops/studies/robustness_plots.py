@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from flops.files import replacing
 from flops.report.grid import STYLES
 from flops.report.metrics import interval
 from flops.report.plots import matplotlib_figures
@@ -56,4 +57,5 @@ def plot_bounds(path: Path, found: Found, strengths: Strengths) -> None:
     axes[1][0].set_ylabel("accuracy kept, % of clean")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), handlelength=4)
-    figure.savefig(path, dpi=120)
+    with replacing(path, durable=False) as scratch:
+        figure.savefig(scratch, dpi=120)

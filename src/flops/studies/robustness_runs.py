@@ -17,6 +17,7 @@ from flops.classifying import load_data
 from flops.errors import FlopsError
 from flops.methods import MethodName
 from flops.options import Config
+from flops.plain import parse_object
 from flops.runs import is_run, read_config
 from flops.tasks.images import ImageData, ImageFormat
 from flops.tasks.models import load_model
@@ -87,9 +88,9 @@ def read_run(path: Path) -> FinishedRun:
             f"it with: flops finetune --resume {path}"
         )
     try:
-        names = json.loads((model / "config.json").read_text(encoding="utf-8"))["id2label"]
+        names = parse_object((model / "config.json").read_bytes())["id2label"]
         classes = tuple(names[str(number)] for number in range(len(names)))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FlopsError(f"{model / 'config.json'} does not name the classes: {error!r}") from error
     mark = hashlib.sha256(json.dumps([getattr(config, name) for name in DATA]).encode())
     for file in (*weights, model / LAST):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flops.files import replacing
 from flops.report.metrics import interval
 from flops.report.sheet import Sheet
 from flops.studies.cells import Result
@@ -142,7 +143,7 @@ def bounds_sheet(found: Found, strengths: Strengths) -> Sheet | None:
 def write_csv(path: Path, found: Found) -> None:
     """A line for every trial, one model under one kind of noise."""
     names = ("data", "method", "seed", "noise", "strength", "steps", "points", "correct")
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow([*names, "accuracy_percent", "kept_percent", "loss", "unmoved"])
         for trial, result in found.rows:

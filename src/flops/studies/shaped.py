@@ -19,7 +19,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from rich.console import Console
 
+from flops.disk import MEASURED, writing
 from flops.errors import FlopsError
+from flops.files import atomic_write
 from flops.report.plots import plot_over_steps
 from flops.report.sheet import Sheet
 from flops.studies.cells import Cell, Result, run_cells
@@ -193,15 +195,15 @@ def main(parts: Sequence[Part], plan: Plan) -> None:
     """
     if not parts or min(plan.seeds, plan.grid_seeds) < 1 or plan.workers < 0:
         raise FlopsError("parts, at least one seed and workers >= 0 are needed")
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    with writing(plan.folder, "give another --output"):
+        plan.folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         sheets = _RUN[part](plan)
         kept = [{"title": s.title, "header": s.header, "rows": s.rows} for s in sheets]
-        (plan.folder / f"{part}.json").write_text(
-            json.dumps(kept, indent=1) + "\n", encoding="utf-8"
-        )
         text = "\n".join(sheet.markdown() for sheet in sheets)
-        (plan.folder / f"{part}.md").write_text(text, encoding="utf-8")
+        with writing(plan.folder, MEASURED):
+            atomic_write(plan.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
+            atomic_write(plan.folder / f"{part}.md", text)
         for sheet in sheets:
             plan.console.print(sheet.table())
     plan.console.print(f"written to {plan.folder}")

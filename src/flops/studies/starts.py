@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from flops.classifying import loss_fn
 from flops.devices import find_device
+from flops.disk import UNWRITABLE, reason
 from flops.errors import FlopsError
 from flops.files import replacing
 from flops.noise import generator
@@ -113,15 +115,27 @@ def load_start(folder: Path, start: Start) -> tuple[nn.Module, ImageData]:
         warn_of_other_classes(model, data.classes)
     model.to(find_device(start.device)).eval()
     if path.is_file():
-        model.load_state_dict(load_file(path))
-        return model, data
+        try:
+            model.load_state_dict(load_file(path))
+            return model, data
+        except (*UNWRITABLE, RuntimeError) as error:  # RuntimeError: other names or shapes
+            warnings.warn(f"{path} is damaged and made again: {reason(error)}", stacklevel=2)
+            model, _ = load_model(start.model, len(data.classes), seed=start.seed, head=start.head)
+            model.to(find_device(start.device)).eval()
     finetuned(model, data.train, start.steps, learning_rate=start.learning_rate, seed=start.seed)
     if not start.steps:  # as quickly loaded from where it is, and a copy may be large
         return model, data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch:  # another process may be at it
-        weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-        save_file(weights, scratch)
+    weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as scratch:  # another process may be at it
+            save_file(weights, scratch)
+    except UNWRITABLE as error:
+        warnings.warn(
+            f"cannot write {path}: {reason(error)}; the study goes on, and every process makes "
+            "this model again",
+            stacklevel=2,
+        )
     return model, data
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flops.files import atomic_write
 from flops.progress import Evaluation
 from flops.report.curves import read_metrics
 
@@ -56,7 +57,7 @@ def write_report(
     if samples:
         lines += ["", "| caption | before | after |", "|---|---|---|"]
         lines += [f"| {_cell(s.caption)} | {_cell(s.before)} | {_cell(s.after)} |" for s in samples]
-    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    atomic_write(folder / "report.md", "\n".join(lines) + "\n", durable=False)
 
 
 def _cell(text: str) -> str:

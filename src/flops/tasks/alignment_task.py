@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flops.disk import filling
 from flops.distributed import Team
 from flops.engine import ForwardGradient
 from flops.errors import FlopsError
@@ -250,9 +251,9 @@ class Alignment:
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
         """Write the adapter, and a report with what is said of some images before and after."""
-        (folder / "model").mkdir(exist_ok=True)
         weights = {n: p.detach().cpu() for n, p in self.model.adapter.state_dict().items()}
-        save_file(weights, folder / "model" / "adapter.safetensors")
+        with filling(folder / "model", last="adapter.safetensors") as scratch:
+            save_file(weights, scratch / "adapter.safetensors")
         write_report(folder, self.config, evaluations, self.samples())
 
     def samples(self) -> list[Sample]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +32,25 @@ class Files:
 
     def open(self, row: int) -> Image:
         """Open one of the files."""
-        image: Image = require("PIL.Image").open(self.paths[row])
-        return image
+        return open_image(self.paths[row])
 
     def name(self, row: int) -> str:
-        """Return its path."""
-        return str(self.paths[row])
+        """Return its path; what is no UTF-8 in it is spelled out, since messages are printed."""
+        return os.fsencode(self.paths[row]).decode("utf-8", "backslashreplace")
+
+
+def open_image(path: Path) -> Image:
+    """Open an image file, to be closed by the caller.
+
+    Raises:
+        OSError: It is not there, no image, or no file at all: a pipe would never end.
+    """
+    kind = path.stat().st_mode
+    if not stat.S_ISREG(kind):
+        names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise OSError(f"it is {names.get(stat.S_IFMT(kind), 'a device')}, not a file")
+    image: Image = require("PIL.Image").open(path)
+    return image
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Listing], tuple[str, ...]]:
@@ -67,6 +82,15 @@ def read_folder(folder: Path) -> tuple[dict[str, Listing], tuple[str, ...]]:
             raise ValueError(f"{folder} has {', '.join(sorted(roots))} and no train: {_LAYOUT}")
         roots = {"train": folder}  # a class may well be called "test"
     names = tuple(path.name for path in _subfolders(roots["train"]))
+    for name in names:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError as error:  # said now, and not when results are written
+            shown_as = os.fsencode(name).decode("utf-8", "backslashreplace")
+            raise ValueError(
+                f"the class folder {shown_as} in {roots['train']} has a name that is not UTF-8: "
+                "rename it"
+            ) from error
     if not names:
         raise ValueError(f"no class folders in {roots['train']}: {_LAYOUT}")
     codes = {name: code for code, name in enumerate(names)}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flops.tasks.columns import find_columns, label_codes
+from flops.tasks.folders import open_image
 from flops.tasks.optional import require
 from flops.tasks.splits import SPLIT_WORDS, Listing, Rows
 
@@ -61,11 +62,12 @@ class Table:
         content, path = value, None
         if isinstance(value, dict):
             content, path = value.get("bytes"), value.get("path")
-        if content is None and path is None:
+        if content is not None:
+            image: Image = require("PIL.Image").open(io.BytesIO(content))
+            return image
+        if path is None:
             raise ValueError("there is nothing in this row")
-        file = io.BytesIO(content) if content is not None else path
-        image: Image = require("PIL.Image").open(file)
-        return image
+        return open_image(Path(path))
 
     def name(self, row: int) -> str:
         """Return the data set, the row, and the file's name where it is kept."""

@@ -7,7 +7,6 @@ told from those of other images.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flops.plain import parse_json, parse_object
 from flops.tasks import images
 from flops.tasks.captions import TEMPLATES, class_captions
 from flops.tasks.folders import EXTENSIONS, Files
@@ -200,7 +200,7 @@ def read_llava(path: Path, pictures: Path) -> dict[Path, str]:
         ValueError: It is no list of objects with `image` and `conversations`.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(entries, list):
@@ -227,16 +227,23 @@ def read_folder_captions(folder: Path) -> dict[Path, str]:
     file = folder / METADATA
     if file.is_file():
         found: dict[Path, str] = {}
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
-                entry = json.loads(line)
+                entry = parse_object(line)
                 found[folder / entry["file_name"]] = _plain([entry["text"]])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"line {number} of {file} needs `file_name` and `text`") from error
         return found
     pictures = (p for p in sorted(folder.rglob("*")) if p.suffix.lower() in EXTENSIONS)
     beside = {p: p.with_suffix(".txt") for p in pictures}
-    return {p: _plain([t.read_text(encoding="utf-8")]) for p, t in beside.items() if t.is_file()}
+    return {p: _caption(t) for p, t in beside.items() if t.is_file()}
+
+
+def _caption(path: Path) -> str:
+    try:
+        return _plain([path.read_text(encoding="utf-8")])
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the caption in {path} is not UTF-8: {error}") from error
 
 
 def _plain(texts: Sequence[Any]) -> str:

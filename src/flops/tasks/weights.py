@@ -19,6 +19,7 @@ def weights_digest(model: str) -> str:
     if not model or not (folder / "config.json").is_file():
         return ""
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    files = [file for file in files if file.is_file()]  # a pipe would never end
     return _digest(tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files))
 
 
