@@ -148,9 +148,11 @@ class Align:
     config: Path | None = None
     """File with settings, .json or .toml; names are those of the options, with _ for -."""
     resume: Path | None = None
-    """Continue the run in this folder; its settings stay what they are."""
+    """Continue the run in this folder; its settings stay what they are. With the same machine,
+    library versions and number of threads it ends with the same bits as an unbroken run, else it
+    says what changed, and differs by rounding."""
     checkpoint: Literal["last", "previous"] = "last"
-    """Where to continue; previous if the last one is damaged."""
+    """Where to continue: the last that is whole, or the one before."""
     print_config: bool = False
     """Print all settings as JSON and stop."""
     settings: tyro.conf.OmitArgPrefixes[AlignConfig] = field(default_factory=AlignConfig)

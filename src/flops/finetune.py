@@ -22,7 +22,7 @@ class Finetune:
     Without options: the bundled vision transformer on handwritten digits with shaped-lr, in a few
     minutes and without a download. Everything goes into a run folder: settings, metrics,
     checkpoints, plots, the trained model. A run that was stopped, in whatever way, goes on with
-    the resume option and ends up where it would have.
+    the resume option.
 
     For example:
 
@@ -42,9 +42,11 @@ class Finetune:
     config: Path | None = None
     """File with settings, .json or .toml; names are those of the options, with _ for -."""
     resume: Path | None = None
-    """Continue the run in this folder; its settings stay what they are."""
+    """Continue the run in this folder; its settings stay what they are. With the same machine,
+    library versions and number of threads it ends with the same bits as an unbroken run, else it
+    says what changed, and differs by rounding."""
     checkpoint: Literal["last", "previous"] = "last"
-    """Where to continue; previous if the last one is damaged."""
+    """Where to continue: the last that is whole, or the one before."""
     print_config: bool = False
     """Print all settings as JSON and stop."""
     settings: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
