@@ -32,7 +32,7 @@ from flops.training import Silence, train
 from flops.trees import encode
 
 KILLS = int(os.environ.get("FLOPS_KILLS", "30"))  # of processes, in the slow test
-CLOSE = 1e-2  # see `distance`; the most that was measured is 0.0
+CLOSE = 5e-2  # see `distance`; the most that was measured is 6e-3, over nine steps elsewhere
 SMALL = Config(
     limit=36,
     batch=16,
