@@ -108,10 +108,17 @@ def refusals() -> dict[str, str]:
     """What is said on this process when something goes wrong on one of them alone."""
     rank, found = dist.get_rank(), {}
 
-    def attempt(what: str, model: nn.Module, words: Tensor, targets: Tensor, loss: Any) -> None:
+    def attempt(
+        what: str,
+        model: nn.Module,
+        words: Tensor,
+        targets: Tensor,
+        loss: Any,
+        index: Tensor | None = None,
+    ) -> None:
         groups = [Group(model, LikelihoodRatio(), 4)]
         try:
-            ForwardGradient(model, loss, groups).estimate(words, targets)
+            ForwardGradient(model, loss, groups).estimate(words, targets, index=index)
         except FlopsError as error:
             found[what] = f"{type(error).__name__}: {error}"
 
@@ -119,6 +126,13 @@ def refusals() -> dict[str, str]:
     model = Words().double()
     words, targets, _ = batch(0)
     attempt("batch", model, words, targets + rank, losses)
+    order = torch.arange(len(words)).roll(rank)
+    attempt("order", model, words[order], targets[order], losses)
+    attempt("order of targets", model, words, targets[order], losses)
+    attempt("index", model, words, targets, losses, order)
+    attempt("kind", model, words, targets.to([torch.float64, torch.float32][rank]), losses)
+    strided = words.T.contiguous().T if rank else words  # the same values, held otherwise
+    attempt("nothing", model, strided, targets, losses, torch.arange(len(words)))
     calls = [0]
 
     def fails_on_one(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -128,7 +142,10 @@ def refusals() -> dict[str, str]:
 
     attempt("nan", model, words, targets, fails_on_one)
     with torch.no_grad():
-        next(model.parameters())[0, 0] += rank
+        model.early[2].bias.mul_(1 + rank * 1e-9)  # rounding of another machine
+    attempt("rounding", model, words, targets, losses)
+    with torch.no_grad():
+        model.table.weight.copy_(model.table.weight.roll(rank, 0))
     attempt("model", model, words, targets, losses)
     return found
 

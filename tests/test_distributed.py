@@ -9,9 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from flops.distributed import digest
 from flops.plan import shares
 from tests.parallel_cases import CASES, STEPS, train
 
@@ -28,7 +30,8 @@ def torchrun(*command: str, processes: int = WORLD, **options: Any) -> list[str]
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two real processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    path = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = torchrun("-m", "tests.parallel_cases", str(folder))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -67,8 +70,12 @@ def test_batches_smaller_than_the_team(size: int, found: list[dict[str, Any]]) -
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("batch", "WorkerError: the 2 processes do not have the same batch"),
-        ("model", "WorkerError: the 2 processes do not have the same batch"),
+        ("batch", "WorkerError: the 2 processes do not have the same batch:"),
+        ("order", "WorkerError: the 2 processes do not have the same batch:"),
+        ("order of targets", "WorkerError: the 2 processes do not have the same batch:"),
+        ("index", "WorkerError: the 2 processes do not have the same index:"),
+        ("kind", "WorkerError: the 2 processes do not have the same batch:"),
+        ("model", "WorkerError: the 2 processes do not have the same parameters:"),
         ("nan", "NonFiniteLossError"),
     ],
 )
@@ -79,13 +86,51 @@ def test_what_goes_wrong_on_one_is_an_error_on_all(
         assert one["refusals"][what].startswith(said)
 
 
+def test_memory_layout_and_rounding_of_parameters_may_differ(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert not {"nothing", "rounding"} & set(one["refusals"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.tensor([[2.0, 1.0], [3.0, 4.0]]),  # another order
+        torch.tensor([[1.0, 2.0, 3.0, 4.0]]),  # another shape
+        torch.tensor([[1, 2], [3, 4]]),  # another type
+        [[1.0, 2.0], [3.0, 4.0]],
+        torch.tensor([[1.0, 2.0], [3.0, torch.nan]]),
+    ],
+)
+def test_every_byte_and_place_counts(other: Any) -> None:
+    one = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert digest([one]) != digest([other])
+    assert digest([one, other]) != digest([other, one])
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.bool, torch.complex64, torch.float64])
+def test_where_and_how_a_tensor_lies_does_not_count(kind: torch.dtype) -> None:
+    tensor = torch.arange(12).view(3, 4).to(kind)
+    strided = tensor.T.contiguous().T
+    assert strided.stride() != tensor.stride()
+    assert digest(tensor) == digest(strided) == digest(tensor.requires_grad_(kind.is_complex))
+    assert digest(tensor[:0]) != digest(tensor[:, :0])
+
+
+def test_parts_that_are_no_tensors_count_by_their_value() -> None:
+    assert digest(["a", "bc"]) != digest(["ab", "c"])
+    assert digest({"a": 1}) != digest({"a": 2})
+    assert digest(np.array([1, 2])) != digest(np.array([2, 1]))
+    assert digest(np.array(["a", None])) != digest(np.array([None, "a"]))
+    assert digest(object()) == digest(object())  # of other processes, nothing else is known
+
+
 @pytest.mark.parametrize("name", ["mezo", "spsa shared", "es shared", "deepzero"])
 def test_parameter_noise_sends_scalars_only(name: str, found: list[dict[str, Any]]) -> None:
     counts = found[0][name]["reports"][-1][3]
     rows = sum(sum(c) for c in counts.values())
     pruning = 4 * 3 * 2 * 4 * 6 * 8 / STEPS if name == "deepzero" else 0  # in the first step
-    # Losses of the rows, counts and clean losses of the points, a dozen numbers for checks.
-    assert found[0][name]["sent"] <= 8 * (rows + 4 * 6 + 4 * len(counts) + 12) + pruning
+    # Losses of the rows, counts and clean losses of the points, two dozen numbers for checks.
+    assert found[0][name]["sent"] <= 8 * (rows + 4 * 6 + 4 * len(counts) + 24) + pruning
 
 
 def test_likelihood_ratio_sends_a_gradient_and_scalars(found: list[dict[str, Any]]) -> None:

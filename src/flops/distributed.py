@@ -17,11 +17,13 @@ A sum is the same on all processes, bit by bit; it differs from that of one proc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -142,23 +144,29 @@ class Team:
             total |= {p: g.view(p.shape) for p, g in zip(part, summed, strict=True)}
         return total
 
-    def check_same(self, values: Sequence[float]) -> None:
-        """Refuse to go on if the processes do not have the same values.
+    def check_same(self, prints: Fingerprint) -> None:
+        """Refuse to go on if the processes are not at the same point of the same run.
 
         Raises:
-            WorkerError: On all processes.
+            WorkerError: On all processes, with what differs.
         """
         if self.alone:
             return
-        mine = torch.tensor(values, dtype=torch.float64)
+        exact = list(prints.exact.values())
+        mine = torch.tensor([*exact, *prints.close, prints.scale], dtype=torch.float64)
         most = self._message(torch.cat([mine, -mine]), "MAX")
         high, low = most[: len(mine)], -most[len(mine) :]
-        if not torch.allclose(high, low, rtol=1e-6, atol=1e-12, equal_nan=True):
+        wrong = [name for name, h, w in zip(prints.exact, high, low, strict=False) if h != w]
+        high, low = high[len(exact) :], low[len(exact) :]
+        # Nobody's parameters need the same bits: they may come from different machines.
+        if not torch.allclose(high, low, rtol=0, atol=1e-6 * float(high[-1]), equal_nan=True):
+            wrong.append("parameters")
+        if wrong:
             raise WorkerError(
-                f"the {self.size} processes do not have the same batch, model, seed and step: "
-                "queries are shared out, so all of them must call estimate with the same data. "
-                "If each has its own batch on purpose, give process_group=None and average the "
-                "gradients yourself."
+                f"the {self.size} processes do not have the same {' and '.join(wrong)}: queries "
+                "are shared out, so all of them must call estimate with the same model and the "
+                "same data in the same order. If each has its own batch on purpose, give "
+                "process_group=None and average the gradients yourself."
             )
 
     @property
@@ -210,13 +218,83 @@ def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield part
 
 
-def fingerprint(model: nn.Module, leaves: Iterable[Any], step: int, seed: int) -> list[float]:
-    """A few numbers that differ when processes are not at the same point of the same run."""
-    found = [float(step), float(seed)]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-    found.append(sum(float(_sample(t).sum()) for t in tensors))
-    found.append(sum(float(_sample(p).sum()) for p in model.parameters() if p.numel()))
-    return found
+@dataclass(frozen=True)
+class Fingerprint:
+    """Numbers that differ when processes are not at the same point of the same run.
+
+    Attributes:
+        exact: By name, 48 bits of a digest: a float64 carries them, and nothing is rounded.
+        close: Of the parameters; these may differ by rounding.
+        scale: What that rounding is relative to.
+    """
+
+    exact: dict[str, float]
+    close: tuple[float, ...]
+    scale: float
+
+
+def fingerprint(
+    model: nn.Module, leaves: Iterable[Any], index: Tensor | None, step: int, seed: int
+) -> Fingerprint:
+    """All bytes of the batch in their order, and some values of each parameter with their places.
+
+    Args:
+        model: The model.
+        leaves: All parts of inputs and targets.
+        index: Positions of the points in the data set.
+        step: Steps taken.
+        seed: Key of the noise.
+    """
+    kinds = [(n, p.dtype, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
+    exact = {
+        "batch": digest(list(leaves)),
+        "index": digest(index),
+        "seed": digest(seed),
+        "step": digest(step),
+        "model": digest(repr(kinds)),
+    }
+    place, total, scale = 0, 0.0, 0.0
+    for p in model.parameters():
+        values = _sample(p)
+        # Weights by place between 1 and 2: a golden ratio's multiples never come twice.
+        weights = (torch.arange(place, place + len(values)).double() * 0.6180339887498949) % 1 + 1
+        total += float(values @ weights.to(values.device))
+        scale += float(values.abs().sum())
+        place += len(values)
+    return Fingerprint(exact, (total,), scale)
+
+
+def digest(*parts: Any) -> float:
+    """A whole number below 2^48 that depends on every byte of the parts and on their order."""
+    found = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        _feed(found, part)
+    return float(int.from_bytes(found.digest(), "big"))
+
+
+def _feed(found: Any, part: Any) -> None:
+    """Add one part; what has neither bytes nor a stable text counts by its type alone."""
+    if isinstance(part, Tensor):
+        dense = part.detach() if part.layout == torch.strided else part.detach().to_dense()
+        dense = dense.dequantize() if dense.is_quantized else dense.resolve_conj().resolve_neg()
+        found.update(f"tensor {dense.dtype} {tuple(dense.shape)};".encode())
+        found.update(dense.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    elif isinstance(part, np.ndarray) and not part.dtype.hasobject:
+        found.update(f"array {part.dtype} {part.shape};".encode())
+        found.update(np.ascontiguousarray(part).tobytes())
+    elif isinstance(part, Mapping):
+        found.update(f"mapping {len(part)};".encode())
+        for key, value in part.items():
+            _feed(found, key)
+            _feed(found, value)
+    elif isinstance(part, list | tuple | np.ndarray):
+        found.update(f"sequence {len(part)};".encode())
+        for one in part:
+            _feed(found, one)
+    else:
+        text = repr(part)  # with an address in it, it differs in every process
+        text = "" if " at 0x" in text else text
+        found.update(f"{type(part).__qualname__} {len(text)} {text};".encode())
 
 
 def _sample(tensor: Tensor, most: int = 256) -> Tensor:
