@@ -252,6 +252,66 @@ def test_a_forward_pass_that_changes_buffers(in_place: bool) -> None:
     works(fg, x, y)
 
 
+class Counter(nn.Module):
+    """Counts its calls in a buffer, whatever its mode."""
+
+    def __init__(self, start: Tensor, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 2), how
+        self.register_buffer("calls", start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            with torch.inference_mode(self.calls.is_inference()):
+                self.calls.fill_(True) if self.calls.dtype == torch.bool else self.calls.add_(1)
+        elif self.how == "by data":
+            self.calls.data += 1
+        elif self.how == "by a new one":
+            self.calls = self.calls + 1
+        elif self.how == "by one of another size":
+            self.calls = torch.cat([self.calls.view(-1), self.calls.view(-1)])
+        return self.layer(x)
+
+
+def inferred() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("start", "how"),
+    [
+        (torch.zeros(2), "in place"),
+        (torch.zeros(2), "by data"),
+        (torch.tensor(0), "in place"),
+        (torch.tensor(3), "by a new one"),
+        (torch.zeros(2, dtype=torch.int32), "by data"),
+        (torch.zeros(2, dtype=torch.int32), "by one of another size"),
+        (torch.tensor(False), "in place"),
+        (torch.zeros(3, 2, dtype=torch.bfloat16).T, "in place"),
+        (torch.zeros(2, dtype=torch.complex64), "in place"),
+        (inferred(), "in place"),
+    ],
+)
+def test_buffers_of_any_type_and_mode(start: Tensor, how: str, training: bool) -> None:
+    model = nn.Sequential(Counter(start.clone() if not start.is_inference() else start, how))
+    fg, (x, y) = ForwardGradient(model.train(training), squared), data()
+    buffer, before = model[0].calls, start.clone()
+    with refused(fg, CoverageError, r"changes the buffers \['0\.calls'\]"):
+        fg.estimate(x, y)
+    assert model[0].calls is buffer
+    assert torch.equal(model[0].calls, before)
+    model[0].how = "not at all"
+    works(fg, x, y)
+
+
+def test_a_constant_buffer_may_hold_nan() -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(4, 2)), data()
+    model.register_buffer("constant", torch.tensor([torch.nan, 1.0]))
+    works(ForwardGradient(model, squared), x, y)
+
+
 def test_spectral_norm_in_training_mode() -> None:
     model = nn.Sequential(spectral_norm(nn.Linear(4, 2)), nn.Tanh())
     nn.init.normal_(model[0].parametrizations.weight.original)  # the power iteration goes on

@@ -22,6 +22,7 @@ from flops.allocators.equal import Equal
 from flops.automatic import automatic_groups
 from flops.batch import Batch, LossFunction, positions
 from flops.chunking import free_room, rows_for
+from flops.claims import Claim
 from flops.comparison import cosine, exact_gradients
 from flops.distributed import ProcessGroup, Team, fingerprint
 from flops.errors import FlopsError
@@ -31,6 +32,7 @@ from flops.guards import (
     check_modes,
     unwrap,
 )
+from flops.interrupts import Hold, Whole
 from flops.layout import Layout, Layouts
 from flops.local import Gradients, add_gradients
 from flops.meetings import together
@@ -120,6 +122,12 @@ class ForwardGradient:
         Raises:
             FlopsError: With parameters, gradients, hooks and random state as before.
         """
+        with Hold():
+            return self._estimate(inputs, targets, index, exact)
+
+    def _estimate(
+        self, inputs: Any, targets: Any, index: Tensor | Sequence[int] | None, exact: bool
+    ) -> StepReport:
         started = time.perf_counter()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
@@ -152,9 +160,10 @@ class ForwardGradient:
             cosine={n: cosine(s.gradients, truth) for n, s in named.items()} if exact else {},
         )
         # Nothing is written before this line, so that whatever fails leaves all as it was.
-        self._commit([s.gradients for s in spent])
-        self.memory, self.allocators = memory, allocators
-        self.step += 1
+        with Whole():
+            self._commit([s.gradients for s in spent])
+            self.memory, self.allocators = memory, allocators
+            self.step += 1
         return report
 
     @contextmanager
@@ -186,7 +195,8 @@ class ForwardGradient:
             return self.chunk or rows_for(room, layout.structure, layout.noise)
 
         reads = self._reads_clean if skip else None
-        with opened(self.model, self.modules, self._layouts, batch, reads, rows, team) as session:
+        model = opened(self.model, self.modules, self._layouts, batch, reads, rows, team)
+        with Hold(), Claim(self.modules), model as session:
             session.places = places
             yield session
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -104,26 +105,33 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Buffers:
-    """The buffers of the modules in training mode, which a forward pass may not change."""
+    """All buffers of a model, which a forward pass may not change, whatever its mode.
+
+    Values are compared, not version counters: batch normalisation and writes to ``.data`` change a
+    buffer without counting. The copies live as long as the probe of one kind of input.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._saved = [
-            (f"{name}.{key}".lstrip("."), module, key, buffer, buffer.clone())
-            for name, module in modules.items()
-            if module.training
-            for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point()
-        ]
+        copies: dict[int, Tensor] = {}
+        self._saved: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
+        for name, module in modules.items():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    copy = copies.setdefault(id(buffer), buffer.detach().clone())
+                    self._saved.append((f"{name}.{key}".lstrip("."), module, key, buffer, copy))
 
     def restore(self) -> list[str]:
         """Put changed ones back; returns their names."""
         changed = []
-        for name, module, key, buffer, value in self._saved:
+        for name, module, key, _, value in self._saved:
             now = module._buffers.get(key)
-            if now is None or not torch.equal(now.nan_to_num(), value.nan_to_num()):
+            if now is None or not _same(now, value):
                 changed.append(name)
-                buffer.copy_(value)
-                module._buffers[key] = buffer
+        for _, module, key, buffer, value in self._saved:  # after all of them were looked at
+            if not _same(buffer, value):
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                    buffer.detach().copy_(value)
+            module._buffers[key] = buffer
         return changed
 
     def check(self) -> None:
@@ -135,10 +143,27 @@ class Buffers:
         changed = self.restore()
         if changed:
             raise CoverageError(
-                f"the forward pass changes the buffers {changed[:5]} (running statistics, or the "
-                "power iteration of spectral_norm): every query would change them again. Put "
-                "their modules into evaluation mode with .eval()."
+                f"the forward pass changes the buffers {changed[:5]} (running statistics, the "
+                "power iteration of spectral_norm, a counter, a cache): every query would change "
+                "them again. Put their modules into evaluation mode with .eval(), or let the "
+                "forward pass leave its buffers alone."
             )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree bit by bit, NaN included."""
+    if a is b or a.is_meta:
+        return True
+    if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout):
+        return False
+    if a.layout != torch.strided or a.is_quantized or type(a) is not Tensor:
+        return torch.equal(a, b)
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
 
 
 def check_deterministic(state: RandomState, modules: Mapping[str, nn.Module]) -> None:
@@ -199,15 +224,27 @@ def check_counts(counts: Tensor, signal: Signal) -> None:
         )
 
 
+_attention = threading.RLock()
+_attention_before: list[bool] = []  # one entry for each step that needs it off
+
+
 @contextmanager
 def slow_attention_path() -> Iterator[None]:
-    """Keep attention off its fused path, which skips submodules, in every pass alike."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    """Keep attention off its fused path, which skips submodules, in every pass alike.
+
+    The switch is one for all threads: it is on again when the last of their steps has ended.
+    """
+    with _attention:
+        now = torch.backends.mha.get_fastpath_enabled()
+        _attention_before.append(_attention_before[0] if _attention_before else now)
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+        with _attention:
+            before = _attention_before.pop()
+            if not _attention_before:
+                torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from flops.errors import BatchError, CoverageError
 from flops.estimators.base import Binding
 from flops.groups import ResolvedGroup
 from flops.guards import Buffers, RandomState, check_deterministic, check_finite
+from flops.interrupts import check
 from flops.replay import Passes
 from flops.sites import Sites
 from flops.structure import FEW, MORE, Structure, inspect
@@ -96,6 +97,7 @@ class Layouts:
             self._known[key] = self._known.pop(key)  # the latest used is the last to go
             return known, 0
         layout, rows = self._inspect(batch, state, trainable)
+        check()  # a trial that a signal ended is no failed one: nothing is kept
         if len(self._known) >= MOST:
             self._known.pop(next(iter(self._known)))
         self._known[key] = layout

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from flops.errors import FlopsError
+from flops.interrupts import check
 
 Forward = Callable[..., Any]
 Action = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -21,6 +22,7 @@ Script = Mapping[str, Sequence[Action | None]]
 """For a module's name the actions of its calls in order; None runs the module as it is."""
 
 _MISSING = object()
+_MARK = "_flops_scripted"
 
 
 class Watch(Protocol):
@@ -39,6 +41,7 @@ class Leave(BaseException):
 @contextmanager
 def scripted(modules: Mapping[str, nn.Module], script: Script) -> Iterator[None]:
     """Run the enclosed forward pass by the script; the modules are as before afterwards."""
+    check()
     saved: list[tuple[nn.Module, Any]] = []
     try:
         for name, actions in script.items():
@@ -58,6 +61,7 @@ def _scripted(name: str, original: Forward, actions: Sequence[Action | None]) ->
     remaining = iter(actions)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        check()
         try:
             action = next(remaining)
         except StopIteration:
@@ -70,7 +74,13 @@ def _scripted(name: str, original: Forward, actions: Sequence[Action | None]) ->
             return original(*args, **kwargs)
         return action(original, args, kwargs)
 
+    forward.__dict__[_MARK] = True
     return forward
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether a pass by a script is under way."""
+    return hasattr(module.__dict__.get("forward"), _MARK)
 
 
 def everywhere(wrap: Callable[[str], Action], modules: Mapping[str, nn.Module]) -> Script:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from flops.blackbox.objective import Objective, Question, checked
 from flops.errors import FlopsError
+from flops.interrupts import Hold, Whole
 from flops.meetings import Work
 
 PAUSE = object()
@@ -53,7 +54,8 @@ class Inquiry:
                 f"this stopped with an error ({self._failed}); start anew from the last state"
             ) from self._failed
         while self._pending is None and not self._done:  # past a pause
-            self._advance(None)
+            with Hold(), Whole():
+                self._advance(None)
         if self._pending is None:
             raise FlopsError("there is nothing more to ask")
         return self._pending
@@ -67,9 +69,10 @@ class Inquiry:
         if self._pending is None:
             raise FlopsError("nothing was asked: call ask() first")
         columns = checked(answer, self._pending)
-        self.asked += len(self._pending)
-        self._pending = None
-        self._advance(columns)
+        with Hold(), Whole():  # Ctrl-C comes before it or after it
+            self.asked += len(self._pending)
+            self._pending = None
+            self._advance(columns)
 
     def answer(self, question: Question) -> Tensor:
         """Ask the objective."""
