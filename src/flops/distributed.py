@@ -153,7 +153,7 @@ class Team:
         if self.alone:
             return
         exact = list(prints.exact.values())
-        mine = torch.tensor([*exact, *prints.close, prints.scale], dtype=torch.float64)
+        mine = torch.tensor([*exact, prints.close, prints.scale], dtype=torch.float64)
         most = self._message(torch.cat([mine, -mine]), "MAX")
         high, low = most[: len(mine)], -most[len(mine) :]
         wrong = [name for name, h, w in zip(prints.exact, high, low, strict=False) if h != w]
@@ -224,12 +224,12 @@ class Fingerprint:
 
     Attributes:
         exact: By name, 48 bits of a digest: a float64 carries them, and nothing is rounded.
-        close: Of the parameters; these may differ by rounding.
+        close: Of the parameters; it may differ by rounding.
         scale: What that rounding is relative to.
     """
 
     exact: dict[str, float]
-    close: tuple[float, ...]
+    close: float
     scale: float
 
 
@@ -253,15 +253,11 @@ def fingerprint(
         "step": digest(step),
         "model": digest(repr(kinds)),
     }
-    place, total, scale = 0, 0.0, 0.0
-    for p in model.parameters():
-        values = _sample(p)
-        # Weights by place between 1 and 2: a golden ratio's multiples never come twice.
-        weights = (torch.arange(place, place + len(values)).double() * 0.6180339887498949) % 1 + 1
-        total += float(values @ weights.to(values.device))
-        scale += float(values.abs().sum())
-        place += len(values)
-    return Fingerprint(exact, (total,), scale)
+    samples = [_sample(p).cpu() for p in model.parameters()]
+    values = torch.cat([torch.empty(0, dtype=torch.float64), *samples])
+    # Weights by place between 1 and 2: a golden ratio's multiples never come twice.
+    weights = (torch.arange(len(values)).double() * 0.6180339887498949) % 1 + 1
+    return Fingerprint(exact, float(values @ weights), float(values.abs().sum()))
 
 
 def digest(*parts: Any) -> float:

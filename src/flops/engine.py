@@ -57,7 +57,7 @@ class ForwardGradient:
         reuse: Replay what lies before the first noise instead of computing it again.
         process_group: Processes of `torch.distributed` that share the queries of every step;
             "auto" takes the default group where one is initialised, None runs alone. All of them
-            must call `estimate` with the same batch.
+            must call `estimate` with the same batch in the same order, and the same index.
 
     Raises:
         CoverageError: If groups, targets and trainable parameters do not fit together.
@@ -109,6 +109,14 @@ class ForwardGradient:
     ) -> StepReport:
         """Add the estimated gradient of the batch's mean loss to ``.grad``.
 
+        It is done as a whole or not at all, also under Ctrl-C and other signals whose handlers
+        raise: these are raised at once in the model's own code and the loss function, else at the
+        next call of a module; in the last moment of a step, when all of it is written.
+
+        While it runs, no other thread may call it on this model or on one that shares modules or
+        trainable parameters with it: that is an error before anything changes. Threads that train
+        one model must take turns, with a lock around `estimate` *and* the optimizer's step.
+
         Args:
             inputs: A tensor, a tuple (``model(*inputs)``) or a dict (``model(**inputs)``).
             targets: What ``loss_fn`` compares the outputs with.
@@ -120,7 +128,8 @@ class ForwardGradient:
             What the step saw and cost.
 
         Raises:
-            FlopsError: With parameters, gradients, hooks and random state as before.
+            FlopsError: With parameters, gradients, hooks and random state as before. So do
+                errors of the model, and what signal handlers raise.
         """
         with Hold():
             return self._estimate(inputs, targets, index, exact)
