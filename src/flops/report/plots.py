@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flops.tasks.optional import require
 from flops.files import replacing
+from flops.tasks.optional import require
 
 Lines = Mapping[str, tuple[Sequence[int], Sequence[Sequence[float]]]]
 

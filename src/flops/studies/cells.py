@@ -28,8 +28,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flops.disk import DiskError, reason
 from flops.errors import FlopsError
 from flops.files import atomic_write, safe_name
-from flops.tasks.optional import MissingPackageError
 from flops.plain import parse_object
+from flops.tasks.optional import MissingPackageError
 
 Result = dict[str, Any]
 LONGEST = 200  # bytes of a file's name
