@@ -48,27 +48,31 @@ class Asked:
         return Answer(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(question)})
 
 
+def kept_in(journal: Journal, question: int) -> dict[int, Answer]:
+    return journal.kept(question).answers
+
+
 @pytest.mark.bits
 def test_answers_survive_bit_by_bit(tmp_path) -> None:
     columns = torch.randn(4, 3)
     columns[0, 1] = float("nan")  # other columns may be
     journal = Journal(tmp_path / "deep" / "journal.sqlite", SETTINGS)
-    journal.write(2, 1, b"mark", Answer(columns, {"texts": 7}))
+    journal.write(2, answers={1: Answer(columns, {"texts": 7})})
     journal.count("retries", 2)
     journal.count("retries", 3)
     name = journal.run
     journal.close()
     again = Journal(tmp_path / "deep" / "journal.sqlite", SETTINGS)
     assert again.run == name
-    digest, answer = again.known(2)[1]
-    assert digest == b"mark"
+    answer = kept_in(again, 2)[1]
     assert torch.equal(answer.columns.view(torch.int32), columns.view(torch.int32))
     assert answer.cost == {"texts": 7}
-    assert again.known(1) == {}
+    assert kept_in(again, 1) == {}
     assert again.counters() == {"retries": 5}
     assert again.paid() == {"queries": 4, "answers": 1, "texts": 7}
-    with pytest.raises(sqlite3.IntegrityError):  # an answer is never replaced
-        again.write(2, 1, b"mark", Answer(columns))
+    with pytest.raises(JournalError, match="UNIQUE"):  # an answer is never replaced
+        again.write(2, answers={1: Answer(columns)})
+    assert again.paid()["queries"] == 4
     again.close()
 
 
@@ -111,7 +115,7 @@ def test_files_that_are_no_journals_are_refused(tmp_path) -> None:
     Journal(path, SETTINGS).close()
     with closing(sqlite3.connect(path)) as base, base:
         base.execute("update about set value = '99' where name = 'schema'")
-    with pytest.raises(JournalError, match="schema 99, this version reads 1"):
+    with pytest.raises(JournalError, match=r"schema 99, written by flops 0.*reads schema 2"):
         Journal(path, SETTINGS)
 
 
@@ -121,7 +125,7 @@ from flops.blackbox.journal import Journal, Answer
 import torch
 journal = Journal(sys.argv[1], {})
 for number in range(int(sys.argv[2])):
-    journal.write(number, 0, b"digest", Answer(torch.full((3, 1), float(number))))
+    journal.write(number, answers={0: Answer(torch.full((3, 1), float(number)))})
     print(number, flush=True)
 time.sleep(600)
 """
@@ -140,7 +144,7 @@ def test_a_second_process_is_refused_and_what_was_written_is_there_after_a_kill(
     with closing(sqlite3.connect(path)) as base:  # no help from the one that wrote it
         assert base.execute("select count(*), sum(count) from answers").fetchone() == (5, 15)
     journal = Journal(path, {})  # the lock went with the process
-    assert torch.equal(journal.known(4)[0][1].columns, torch.full((3, 1), 4.0))
+    assert torch.equal(kept_in(journal, 4)[0].columns, torch.full((3, 1), 4.0))
     journal.close()
 
 
@@ -179,7 +183,7 @@ def test_parts_are_kept_when_another_fails_and_only_those_missing_are_asked(
     answering = Answering(broken, journal, part=2, concurrency=concurrency)
     with pytest.raises(ConnectionError, match=f"no answer to {journal.run}-0-2"):
         answering.answer(question())
-    kept = set(journal.known(0))
+    kept = set(kept_in(journal, 0))
     assert {0, 1} <= kept
     assert 2 not in kept
     assert len(broken.keys) == len(kept) + 1  # whatever was answered is kept
@@ -197,11 +201,25 @@ def test_parts_are_kept_when_another_fails_and_only_those_missing_are_asked(
 def test_another_question_in_the_same_place_is_refused(tmp_path) -> None:
     journal = Journal(":memory:", SETTINGS)
     Answering(Asked(), journal, part=4).answer(question())
-    for other in (question(value=0.25), question(9), question(4)):
+    flipped = Question(torch.full((10, 3), 0.5), torch.arange(10).flip(0))
+    validation = Question(torch.full((10, 3), 0.5), torch.arange(10), "validation")
+    for other, now in (
+        (question(9), "'query' of 9 rows"),
+        (flipped, "'query' of 10 rows .of other points"),
+        (validation, "'validation' of 10 rows"),
+    ):
         asked = Asked()
-        with pytest.raises(JournalError, match="question 0 is not the one that the journal"):
+        with pytest.raises(JournalError, match=f"question 0 was 'query' of 10 rows .*{now}.*lost"):
             Answering(asked, journal, part=4).answer(other)
         assert asked.keys == []
+    asked = Asked()
+    with pytest.raises(JournalError, match="question 0 was of 3 parts or more .* now of 2"):
+        Answering(asked, journal, part=8).answer(question())
+    assert asked.keys == []
+    # Other last bits are the same question: those of another machine are.
+    columns = Answering(asked, journal, part=4).answer(question(value=0.5 + 1e-7))
+    assert asked.keys == []
+    assert torch.equal(columns[:, 0], 0.75 + torch.arange(10))
 
 
 def test_the_budget_is_a_hard_cap_that_also_counts_what_is_in_the_journal() -> None:

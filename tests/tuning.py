@@ -56,7 +56,8 @@ def paid(output: Path) -> int:
     total = 0
     for path in output.glob("*/journal.sqlite"):
         with closing(sqlite3.connect(path)) as base:
-            total += base.execute("select sum(count) from answers").fetchone()[0]
+            row = base.execute("select value from totals where name = 'queries'").fetchone()
+            total += row[0] if row else 0
     return total
 
 

@@ -28,7 +28,7 @@ from flops.estimators.base import work_of
 from flops.groups import ResolvedGroup
 from flops.guards import check_counts
 from flops.local import Gradients
-from flops.meetings import Work, completed
+from flops.meetings import Work, completed, decided
 from flops.queries import Estimate, Ledger, Queries
 from flops.step_report import ShapingReport
 from flops.trace import energy, traces_of, variance
@@ -112,7 +112,7 @@ def _spending(
     pilot = allocator.pilot if isinstance(allocator, Learner) else 0
     if not pilot:
         counts = queries.team.first(counts_of(group, allocator, signal))
-        yield
+        counts = yield from decided("counts", counts)
         estimate = yield from work_of(group.estimator, binding, replace(queries, counts=counts))
         _learn(allocator, signal, estimate)
         gradients, noise, last = estimate.gradients, variance(estimate, size), estimate
@@ -130,7 +130,7 @@ def _spending(
         early = yield from work_of(group.estimator, binding, early_queries)
         _learn(allocator, rest, early)
         later = queries.team.first(counts_of(group, allocator, rest))
-        yield
+        later = yield from decided("counts", later)
         late = yield from work_of(group.estimator, binding, replace(queries, counts=later))
         share = float(first[0]) / (float(first[0]) + float(later.double().mean()))
         noise = share**2 * variance(early, size) + (1 - share) ** 2 * variance(late, size)

@@ -37,6 +37,8 @@ class Space:
         sigma: Noise scale.
         names: What the parts are called in reports.
         mask: 0 where the noise of a point cannot matter, shape (B, dimensions).
+        recorded: Whether directions are decided once and kept: eigenvectors of another machine may
+            have other signs than those that were asked.
     """
 
     grids: Sequence[Grid]
@@ -47,6 +49,7 @@ class Space:
     sigma: float
     names: Sequence[str]
     mask: Tensor | None = None
+    recorded: bool = False
 
     @property
     def dimensions(self) -> int:

@@ -8,6 +8,7 @@ the processes meet when all groups have got there: once for the counts, once for
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,8 +16,27 @@ Work = Generator[Any, Any, T]
 """Stops before every exchange; the result is what it returns.
 
 A stop yields None. What a black box has to be asked is yielded too, and its answer comes back
-(`flops.blackbox`); where a model is at hand there is nothing of that kind.
+(`flops.blackbox`); where a model is at hand there is nothing of that kind. So is a `Decision`.
 """
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rounding could decide otherwise on another machine, such as counts of queries.
+
+    Attributes:
+        name: What it is about.
+        value: Tensors, numbers, and containers of them.
+    """
+
+    name: str
+    value: Any
+
+
+def decided(name: str, value: T) -> Work[T]:
+    """A stop at which whoever keeps decisions sends the one that was made before, if any."""
+    sent: T | None = yield Decision(name, value)
+    return value if sent is None else sent
 
 
 def completed(work: Work[T]) -> T:

@@ -9,16 +9,16 @@ second moments from which the next step takes its directions (`flops.moments`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flops.asking import Asked, Space, ask, needed, real_directions
-from flops.directions import leading
+from flops.directions import Directions, leading
 from flops.explaining import Explained, coherence, explain
-from flops.meetings import Work
+from flops.meetings import Work, decided
 from flops.moments import Change, Moments
 from flops.queries import Queries, Shaped
 from flops.shaping import Shaping
@@ -64,6 +64,8 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Work[Ans
     with full_precision:
         known = leading(space.grids, moments, needed(space, draws - iso))
     iso = torch.maximum(iso, draws - real_directions(space, known, queries.size).sum(1))
+    if space.recorded:
+        warm, iso, known = yield from _decided(warm, iso, known)
     asked = yield from ask(space, queries, known, iso, draws)
     with full_precision:
         found = explain(asked, float(memory.get("ridge", 1.0)), tune=steps % TUNE == 0)
@@ -111,6 +113,14 @@ def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Work[Ans
     shaped = Shaped(found.energy, error, space.dimensions, report)
     points, number = torch.nonzero(real).unbind(1)
     return Answers(delta, asked.w[real], points, number < iso[points], shaped)
+
+
+def _decided(warm: bool, iso: Tensor, known: Directions) -> Work[tuple[bool, Tensor, Directions]]:
+    """What the queries of a step are, decided once."""
+    parts = {name: value for name, value in vars(known).items() if name != "grids"}
+    value: dict[str, Any] = {"warm": warm, "iso": iso, "known": parts}
+    kept = yield from decided("directions", value)
+    return bool(kept["warm"]), kept["iso"], replace(known, **kept["known"])
 
 
 def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:

@@ -116,6 +116,7 @@ class Campaign:
                 notify=notify,
                 answered=lambda rows: bars.advance(task, rows),
                 stopped=self._stopped.is_set,
+                say=self._say,
             )
         finally:
             workers.put(worker)
@@ -129,6 +130,9 @@ class Campaign:
             soft_wrap=True,
         )
         return result
+
+    def _say(self, message: str) -> None:
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def _recipe(self, method: TuneMethod, size: float, seed: int) -> Recipe:
         options = self.options

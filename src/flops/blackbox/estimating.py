@@ -180,7 +180,7 @@ class VectorEstimator:
 
         grids, names = self._grids()
         sigma, shaping = self.options.sigma, self.options.shaping
-        space = Space(grids, self.unit, self.kind, torch.float32, ask, sigma, names)
+        space = Space(grids, self.unit, self.kind, torch.float32, ask, sigma, names, recorded=True)
         found = yield from shaped_queries(space, shaping, queries)
         queries.warn_if_rounding(_changes(found.slopes[found.isotropic]) * sigma)
         size = float(self.theta.numel())

@@ -18,7 +18,7 @@ from flops.blackbox.inquiry import PAUSE, Inquiry
 from flops.blackbox.objective import Objective, Question
 from flops.blackbox.order import Order
 from flops.errors import FlopsError
-from flops.meetings import Work
+from flops.meetings import Work, decided
 from flops.noise import mix
 from flops.tasks.optional import require
 
@@ -68,6 +68,7 @@ class Evolution(Inquiry):
             self._search = cma.CMAEvolutionStrategy(start.double().numpy(), sigma, options)
         self.population = int(self._search.popsize)
         self.steps, self.loss = 0, float("nan")
+        self._told: list[tuple[Tensor, list[float]]] = []
 
     @property
     def parameters(self) -> Tensor:
@@ -93,16 +94,49 @@ class Evolution(Inquiry):
         """One generation."""
         points = self._batch()
         with _quietly():
-            asked = self._search.ask()
+            own = self._search.ask()
+        vectors = torch.from_numpy(np.stack(own)).float()
+        vectors = yield from decided("population", vectors)
         values = []
-        for candidate in asked:
-            vector = torch.from_numpy(np.asarray(candidate)).float()
+        for vector in vectors:
             answer = yield Question(vector.expand(len(points), -1), points)
             values.append(float(answer[:, 0].double().mean()))
+        self._tell(own, vectors, values)
+
+    def _tell(self, own: list[Any], vectors: Tensor, values: list[float]) -> None:
+        """End a generation: what was asked counts, where it is not what is sampled here."""
+        same = torch.equal(torch.from_numpy(np.stack(own)).float(), vectors)
         with _quietly():
-            self._search.tell(asked, values)
+            self._search.tell(own if same else list(vectors.double().numpy()), values)
+        self._told.append((vectors, values))
         self.loss = sum(values) / len(values)
         self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All generations: the package has no state that another version of it could read."""
+        return {
+            "population": self.population,
+            "vectors": [vectors for vectors, _ in self._told],
+            "values": [values for _, values in self._told],
+            "asked": self.asked,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: every generation is told again.
+
+        Raises:
+            FlopsError: If its populations are of another size, or this search has begun.
+        """
+        if self.steps or state["population"] != self.population:
+            raise FlopsError(
+                f"the state has populations of {state['population']}, a new search of "
+                f"{self.population}; load it before the first step"
+            )
+        for vectors, values in zip(state["vectors"], state["values"], strict=True):
+            with _quietly():
+                own = self._search.ask()
+            self._tell(own, vectors, [float(value) for value in values])
+        self.restart(int(state["asked"]))
 
     def _batch(self) -> Tensor:
         return self._order.at(self.steps)

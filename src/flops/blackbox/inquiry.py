@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from flops.blackbox.objective import Objective, Question, checked
 from flops.errors import FlopsError
 from flops.interrupts import Hold, Whole
-from flops.meetings import Work
+from flops.meetings import Decision, Work
 
 PAUSE = object()
 """Yielded where everything that was told is taken in and nothing new is asked yet."""
@@ -18,12 +21,15 @@ class Inquiry:
 
     Attributes:
         asked: Rows that were answered so far.
+        decide: Told name and value of each discrete decision; returns the one that counts, which
+            may be that of an earlier process (`Answering.decide`).
     """
 
     def __init__(self, objective: Objective | None = None) -> None:
         if objective is not None and not callable(objective):
             raise FlopsError(f"objective must be a function of (parameters, points): {objective!r}")
         self.objective, self.asked = objective, 0
+        self.decide: Callable[[str, Any], Any] = _as_it_is
         self._pending: Question | None = None
         self._work: Work[None] | None = None
         self._failed: BaseException | None = None
@@ -92,8 +98,9 @@ class Inquiry:
             self._work = self.work()
         try:
             found = self._work.send(sent)
-            while found is None:
-                found = self._work.send(None)
+            while found is None or isinstance(found, Decision):
+                decision = None if found is None else self.decide(found.name, found.value)
+                found = self._work.send(decision)
         except StopIteration:
             self._done = True
         except BaseException as error:
@@ -101,3 +108,7 @@ class Inquiry:
             raise
         else:
             self._pending = None if found is PAUSE else found
+
+
+def _as_it_is(name: str, value: Any) -> Any:
+    return value

@@ -1,17 +1,27 @@
-"""The journal: every answer is on the disk before it is used, so that none is paid for twice.
+"""The journal: what a run needs to go on after a crash, on this machine or another.
 
-A run asks the same questions in the same order, since everything else follows from its seed. So a
-run that was killed starts from its beginning: answers that are in the journal are taken from there,
-and only what is missing is asked. The digest of each question is compared on the way; a run that
-would ask something else is refused.
+- A request is on the disk, byte by byte, before it is sent. If the process dies, what may have been
+  sent is sent again as it was: the service knows the bytes under their key and charges nothing.
+- An answer is on the disk before it is used; its request is deleted in the same transaction.
+- Discrete decisions of the tuner (how many queries each point gets, which directions are asked) are
+  on the disk before the question that follows from them. Nobody decides again.
+- Snapshots of the run's whole state. Only what came after the last one is computed again, from the
+  answers; what is older than the last but one is deleted, and only its sums are kept.
+
+Everything that is stored carries a checksum, which is compared when it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import os
 import sqlite3
+import time
 import uuid
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,19 +32,36 @@ from torch import Tensor
 
 from flops.errors import FlopsError
 
-SCHEMA = 1
+SCHEMA = 2
 TABLES = """
-create table if not exists about (name text primary key, value text not null);
-create table if not exists answers (
-    question integer not null, part integer not null, digest blob not null,
-    count integer not null, answer blob not null, cost text not null,
-    primary key (question, part)) without rowid;
-create table if not exists counters (name text primary key, value real not null);
+create table about (name text primary key, value text not null);
+create table plans (
+    question integer primary key, kind text not null, points blob not null, mark blob not null);
+create table decisions (
+    question integer not null, place integer not null, name text not null, value blob not null,
+    mark blob not null, primary key (question, place));
+create table requests (
+    question integer not null, part integer not null, place integer not null, key text not null,
+    body blob not null, mark blob not null, primary key (question, part, place));
+create table answers (
+    question integer not null, part integer not null, count integer not null,
+    answer blob not null, cost text not null, mark blob not null, primary key (question, part));
+create table snapshots (
+    question integer not null, place integer not null, pieces integer not null,
+    data blob not null, mark blob not null, primary key (question, place));
+create table totals (name text primary key, value integer not null);
+create table counters (name text primary key, value real not null);
 """
+SNAPSHOTS = 2  # that are kept: if one cannot be read there is another
+PIECE = 1 << 28  # bytes of a snapshot in one row: SQLite takes less than 10^9
+PATIENCE = 120.0  # seconds for which a full disk is waited for
+FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # how a full disk is reported
+
+Statement = tuple[str, Sequence[Any]]
 
 
 class JournalError(FlopsError):
-    """A journal is of another run, damaged, or in use."""
+    """A journal is of another run, damaged, in use, or cannot be written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,98 +77,334 @@ class Answer:
     cost: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What is sent, exactly: the bytes and the key under which they may be repeated."""
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Structure of a question: what follows from decisions, not from rounding.
+
+    Attributes:
+        kind: Of the question.
+        points: Of its rows.
+    """
+
+    kind: str
+    points: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"'{self.kind}' of {len(self.points):,} rows"
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What the journal has of one question.
+
+    Attributes:
+        plan: Its structure; None if it was never asked.
+        decisions: Name and value of those before it.
+        requests: By part: sent, perhaps, and not answered.
+        answers: By part.
+        damaged: Parts whose answer or request fails its checksum.
+    """
+
+    plan: Plan | None
+    decisions: list[tuple[str, Any]]
+    requests: dict[int, list[Request]]
+    answers: dict[int, Answer]
+    damaged: dict[int, str]
+
+
+def _say(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
 class Journal:
-    """Answers of one run, in an SQLite file.
+    """State and answers of one run, in an SQLite file that only its owner can read.
 
     Args:
         path: The file; its folder is made if it is not there. ":memory:" keeps nothing.
         settings: What the run's questions follow from; a journal of other settings is refused.
+        say: Told, in a sentence, what was wrong and what is done about it; a warning by default.
+        patience: Seconds for which a full disk is waited for.
 
     Attributes:
         run: Name of the run, random, for the keys of its requests.
 
     Raises:
-        JournalError: If it is of another run, damaged, or another process writes to it.
+        JournalError: If it is of another run or version, damaged, or another process writes to it.
     """
 
-    def __init__(self, path: Path | str, settings: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path | str,
+        settings: Mapping[str, Any],
+        say: Callable[[str], None] = _say,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.path, self.say, self.patience = path, say, patience
+        self._counted: dict[str, float] = {}
+        self._full = False
         if str(path) != ":memory:":
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            _make(Path(path))
         try:
             self._base = sqlite3.connect(path, timeout=1.0, isolation_level=None)
             # One process at a time; the system lets go of the lock when that process dies.
             self._base.execute("pragma locking_mode = exclusive")
             self._base.execute("pragma journal_mode = wal")
             self._base.execute("pragma synchronous = full")
-            self._base.executescript("begin immediate;" + TABLES + "commit;")
+            self._base.execute("pragma journal_size_limit = 67108864")  # after a large snapshot
             self.run = self._about(settings)
         except sqlite3.DatabaseError as error:
             self.close()
-            busy = "locked" in str(error) or "busy" in str(error)
-            why = "another process uses it" if busy else f"it cannot be read ({error})"
-            raise JournalError(f"the journal {path}: {why}") from error
+            raise self._unreadable(error) from error
         except JournalError:
             self.close()
             raise
 
-    def known(self, question: int) -> dict[int, tuple[bytes, Answer]]:
-        """Digest and answer of each part of a question that was answered."""
-        found = self._base.execute(
-            "select part, digest, count, answer, cost from answers where question = ?", (question,)
-        )
-        return {
-            part: (digest, Answer(_read(answer, count), json.loads(cost)))
-            for part, digest, count, answer, cost in found
-        }
+    def kept(self, question: int) -> Kept:
+        """All that is there of a question.
 
-    def write(self, question: int, part: int, digest: bytes, answer: Answer) -> None:
-        """Keep an answer; it is on the disk when this returns."""
-        values = answer.columns.to(torch.float32).contiguous().numpy().tobytes()
-        row = (question, part, digest, len(answer.columns), values, json.dumps(dict(answer.cost)))
-        self._base.execute("insert into answers values (?, ?, ?, ?, ?, ?)", row)
+        Raises:
+            JournalError: If its structure or decisions are damaged.
+        """
+        plan, decisions = None, []
+        for kind, points, mark in self._read(
+            "select kind, points, mark from plans where question = ?", question
+        ):
+            self._check(mark, f"the structure of question {question}", question, kind, points)
+            plan = Plan(kind, tuple(np.frombuffer(points, dtype="<i8").tolist()))
+        for place, name, value, mark in self._read(
+            "select place, name, value, mark from decisions where question = ? order by place",
+            question,
+        ):
+            what = f"decision {place} ({name}) before question {question}"
+            self._check(mark, what, question, place, name, value)
+            decisions.append((name, unpack(value)))
+        requests: dict[int, list[Request]] = {}
+        answers, damaged = {}, {}
+        for part, place, key, body, mark in self._read(
+            "select part, place, key, body, mark from requests where question = ? "
+            "order by part, place",
+            question,
+        ):
+            requests.setdefault(part, []).append(Request(key, bytes(body)))
+            if mark != _mark(question, part, place, key, body):
+                damaged[part] = f"request {place} of question {question}, part {part}"
+        for part, count, answer, cost, mark in self._read(
+            "select part, count, answer, cost, mark from answers where question = ?", question
+        ):
+            if mark != _mark(question, part, count, answer, cost):
+                damaged[part] = f"the answer to question {question}, part {part}"
+                continue
+            columns = torch.from_numpy(np.frombuffer(answer, dtype="<f4").copy())
+            answers[part] = Answer(columns.reshape(count, -1), json.loads(cost))
+        for part in damaged:
+            requests.pop(part, None)
+        return Kept(plan, decisions, requests, answers, damaged)
+
+    def write(
+        self,
+        question: int,
+        plan: Plan | None = None,
+        decisions: Sequence[tuple[str, Any]] = (),
+        requests: Mapping[int, Sequence[Request]] | None = None,
+        answers: Mapping[int, Answer] | None = None,
+        repaired: Iterable[int] = (),
+    ) -> None:
+        """Keep what belongs to a question, in one transaction; on the disk when this returns.
+
+        Args:
+            question: Its number.
+            plan: Its structure, the first time.
+            decisions: Made before it.
+            requests: By part, about to be sent.
+            answers: By part; their requests are deleted.
+            repaired: Parts among the answers that were there before and could not be read.
+
+        Raises:
+            JournalError: If it cannot be written, though a full disk was waited for.
+        """
+        todo: list[Statement] = []
+        if plan is not None:
+            points = np.array(plan.points, dtype="<i8").tobytes()
+            row = (question, plan.kind, points)
+            todo.append(("insert into plans values (?, ?, ?, ?)", (*row, _mark(*row))))
+        for place, (name, value) in enumerate(decisions):
+            given = (question, place, name, pack(value))
+            todo.append(("insert into decisions values (?, ?, ?, ?, ?)", (*given, _mark(*given))))
+        for part, several in (requests or {}).items():
+            for place, request in enumerate(several):
+                sent = (question, part, place, request.key, request.body)
+                todo.append(
+                    ("insert or replace into requests values (?,?,?,?,?,?)", (*sent, _mark(*sent)))
+                )
+        again = set(repaired)
+        for part, answer in (answers or {}).items():
+            todo += self._answered(question, part, answer, part in again)
+        self._commit(todo)
+
+    def save(self, question: int, state: bytes) -> bool:
+        """Keep a snapshot of the state before a question, and delete what is no longer needed.
+
+        Returns:
+            Whether there was room for it; without it, more is computed again after a crash.
+        """
+        pieces = [state[i : i + PIECE] for i in range(0, len(state), PIECE)] or [b""]
+        todo: list[Statement] = [("delete from snapshots where question >= ?", (question,))]
+        for place, piece in enumerate(pieces):
+            row = (question, place, len(pieces), piece)
+            todo.append(("insert into snapshots values (?, ?, ?, ?, ?)", (*row, _mark(*row))))
+        before = [q for (q,) in self._read("select distinct question from snapshots")]
+        oldest = sorted({*(q for q in before if q < question), question})[-SNAPSHOTS:][0]
+        if len(before) + (question not in before) >= SNAPSHOTS:
+            for table in ("snapshots", "plans", "decisions", "requests", "answers"):
+                todo.append((f"delete from {table} where question < ?", (oldest,)))
+        try:
+            self._commit(todo, patience=0.0)
+        except DiskFullError:
+            return False
+        return True
+
+    def snapshots(self) -> Iterator[tuple[int, bytes | None]]:
+        """Question and state of each snapshot, the newest first; None for one that is damaged."""
+        found = self._read("select distinct question from snapshots order by question desc")
+        for (question,) in found:
+            rows = self._read(
+                "select place, pieces, data, mark from snapshots where question = ? order by place",
+                question,
+            )
+            whole = bool(rows) and len(rows) == rows[0][1]
+            whole = whole and all(
+                mark == _mark(question, place, pieces, data) for place, pieces, data, mark in rows
+            )
+            yield question, b"".join(bytes(row[2]) for row in rows) if whole else None
+
+    def first(self) -> int | None:
+        """The first question that is still there."""
+        found: int | None = self._read("select min(question) from plans")[0][0]
+        return found
 
     def count(self, name: str, by: float) -> None:
-        """Add to a counter of the run, over all its processes."""
-        self._base.execute(
-            "insert into counters values (?, ?) "
-            "on conflict (name) do update set value = value + excluded.value",
-            (name, by),
-        )
+        """Add to a counter of the run, over all its processes; written with what comes next."""
+        self._counted[name] = self._counted.get(name, 0.0) + by
 
     def counters(self) -> dict[str, float]:
         """What was counted so far."""
-        return dict(self._base.execute("select name, value from counters"))
+        found: dict[str, float] = dict(self._read("select name, value from counters"))
+        for name, value in self._counted.items():
+            found[name] = found.get(name, 0.0) + value
+        return found
 
     def paid(self) -> dict[str, int]:
         """Rows that were answered, parts, and the sums of their costs."""
-        total = {"queries": 0, "answers": 0}
-        for count, cost in self._base.execute("select count, cost from answers"):
-            total["queries"] += count
-            total["answers"] += 1
-            for name, value in json.loads(cost).items():
-                total[name] = total.get(name, 0) + value
-        return total
+        return {"queries": 0, "answers": 0} | dict(self._read("select name, value from totals"))
 
     def close(self) -> None:
         """Let go of the file."""
-        if hasattr(self, "_base"):
-            self._base.close()
+        if not hasattr(self, "_base"):
+            return
+        if self._counted and hasattr(self, "run"):
+            try:
+                self._commit([], patience=0.0)
+            except JournalError:  # counters are for people
+                self._counted = {}
+        self._base.close()
+
+    def _answered(
+        self, question: int, part: int, answer: Answer, repaired: bool
+    ) -> Iterator[Statement]:
+        values = answer.columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
+        row = (question, part, len(answer.columns), values, json.dumps(dict(answer.cost)))
+        verb = "insert or replace" if repaired else "insert"
+        yield f"{verb} into answers values (?, ?, ?, ?, ?, ?)", (*row, _mark(*row))
+        yield "delete from requests where question = ? and part = ?", (question, part)
+        costs = {"queries": len(answer.columns), "answers": 1, **answer.cost}
+        if repaired and answer.cost.get("replays") != 0:  # it was paid for, and counted, before
+            costs = {}
+        for name, value in costs.items():
+            yield _added("totals"), (name, value)
+
+    def _commit(self, todo: Sequence[Statement], patience: float | None = None) -> None:
+        """All or nothing; a full disk is waited for."""
+        counted = [(_added("counters"), item) for item in self._counted.items()]
+        end = time.monotonic() + (self.patience if patience is None else patience)
+        wait = 0.1
+        while True:
+            try:
+                self._base.execute("begin immediate")
+                for sql, values in [*todo, *counted]:
+                    self._base.execute(sql, values)
+                self._base.execute("commit")
+            except sqlite3.Error as error:
+                if self._base.in_transaction:
+                    self._base.execute("rollback")
+                if isinstance(error, sqlite3.IntegrityError) or not _full(error):
+                    raise self._unreadable(error, "written") from error
+                if time.monotonic() + wait > end:
+                    raise DiskFullError(
+                        f"the journal {self.path} cannot be written ({error}): free some space on "
+                        "its disk and start the same command again; everything that was answered "
+                        "is kept, and nothing is paid for twice"
+                    ) from error
+                if not self._full:
+                    self.say(
+                        f"the journal {self.path} cannot be written ({error}); trying again for "
+                        f"{self.patience:.0f} s"
+                    )
+                    self._full = True
+                time.sleep(wait)
+                wait = min(2 * wait, 5.0)
+            else:
+                self._counted, self._full = {}, False
+                return
+
+    def _read(self, sql: str, *values: Any) -> list[Any]:
+        try:
+            return self._base.execute(sql, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise self._unreadable(error) from error
+
+    def _check(self, mark: bytes, what: str, *values: Any) -> None:
+        if mark != _mark(*values):
+            raise JournalError(
+                f"the journal {self.path} is damaged: {what} fails its checksum. Restore the file "
+                "from a backup, or start anew in another folder"
+            )
+
+    def _unreadable(self, error: sqlite3.Error, verb: str = "read") -> JournalError:
+        busy = "locked" in str(error) or "busy" in str(error)
+        why = "another process uses it" if busy else f"it cannot be {verb} ({error})"
+        if "malformed" in str(error):
+            why += ": it is damaged. Restore it from a backup, or start anew in another folder"
+        return JournalError(f"the journal {self.path}: {why}")
 
     def _about(self, settings: Mapping[str, Any]) -> str:
         """Check or write what the run is; returns its name."""
+        from flops import __version__
+
         here = json.loads(json.dumps(dict(settings)))
-        kept = dict(self._base.execute("select name, value from about"))
-        if not kept:
+        tables = self._base.execute("select name from sqlite_master where type = 'table'")
+        if not tables.fetchall():
             run = uuid.uuid4().hex
             rows = {"schema": str(SCHEMA), "run": run, "settings": json.dumps(here)}
-            self._base.execute("begin immediate")
+            rows["version"] = __version__
+            self._base.executescript("begin immediate;" + TABLES)
             self._base.executemany("insert into about values (?, ?)", rows.items())
             self._base.execute("commit")
             return run
-        if kept["schema"] != str(SCHEMA):
+        kept = dict(self._base.execute("select name, value from about"))
+        if kept.get("schema") != str(SCHEMA):
+            writer = kept.get("version", "0.1.0 before journals had snapshots")
             raise JournalError(
-                f"the journal {self.path} has schema {kept['schema']}, this version reads {SCHEMA}"
+                f"the journal {self.path} has schema {kept.get('schema')}, written by flops "
+                f"{writer}; this version ({__version__}) reads schema {SCHEMA}. Finish the run "
+                "with the version that began it, or start anew in another folder"
             )
         there = json.loads(kept["settings"])
         other = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
@@ -154,6 +417,70 @@ class Journal:
         return str(kept["run"])
 
 
-def _read(values: bytes, count: int) -> Tensor:
-    found = torch.from_numpy(np.frombuffer(values, dtype=np.float32).copy())
-    return found.reshape(count, -1)
+class DiskFullError(JournalError):
+    """There is no room for what has to be kept."""
+
+
+def pack(value: Any) -> bytes:
+    """Tensors, numbers, strings and containers of them as bytes, without code to run."""
+    buffer = io.BytesIO()
+    torch.save(_plain(value), buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """What was packed."""
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy, which the safe reader of torch refuses, and with storage of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise TypeError(f"a state must be made of tensors, numbers and strings, not {value!r}")
+
+
+def _mark(*values: Any) -> bytes:
+    """Checksum of a row."""
+    found = hashlib.sha256()
+    for value in values:
+        data = bytes(value) if isinstance(value, bytes | memoryview) else str(value).encode()
+        found.update(f"{len(data)}:".encode())
+        found.update(data)
+    return found.digest()
+
+
+def _added(table: str) -> str:
+    return (
+        f"insert into {table} values (?, ?) "
+        "on conflict (name) do update set value = value + excluded.value"
+    )
+
+
+def _full(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in FULL
+
+
+def _make(path: Path) -> None:
+    """For its owner alone, from the first byte on; SQLite's other files take its permissions."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    if os.name == "posix":
+        path.chmod(0o600)
+        for suffix in ("-wal", "-shm"):
+            beside = path.with_name(path.name + suffix)
+            if beside.exists():
+                beside.chmod(0o600)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,3 +142,18 @@ class Backpropagation(Inquiry):
         self.steps += 1
         return
         yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later steps follow from."""
+        return {
+            "theta": self.parameters,
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        with torch.no_grad():
+            self.theta.copy_(state["theta"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.steps = int(state["steps"])

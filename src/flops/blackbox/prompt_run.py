@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from flops.allocators.base import Learner
-from flops.blackbox.answering import Answering, KeyedObjective
+from flops.blackbox.answering import Answering, KeyedObjective, RequestObjective, drive
 from flops.blackbox.client import ServiceClient
 from flops.blackbox.journal import Journal
 from flops.blackbox.methods import Recipe, stepper
@@ -62,6 +64,7 @@ def tune(
     notify: Callable[[Progress], None] | None = None,
     answered: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = warnings.warn,
 ) -> dict[str, Any]:
     """Run it, or go on where it was stopped, and write what was found.
 
@@ -75,6 +78,7 @@ def tune(
         notify: Told after each epoch.
         answered: Told the number of rows whenever some were answered.
         stopped: Asked behind each answer whether to give up, which is an error.
+        say: Told what was wrong and is dealt with, in a sentence.
 
     Returns:
         The result, as in result.json.
@@ -86,12 +90,11 @@ def tune(
         about["shown"] = shown
     for free in ("budget", "concurrency"):  # they change no question: a run may go on with others
         del about[free]
-    journal = Journal(folder / "journal.sqlite", about)
+    journal = Journal(folder / "journal.sqlite", about, say)
     try:
-        if done.exists():
-            kept: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
-            if kept["budget"] == settings.budget:
-                return kept
+        kept = _finished(done, say)
+        if kept is not None and kept["budget"] == settings.budget:
+            return kept
         local, objective, space = None, None, settings.space
         if recipe.name == "manual":  # no prompt vectors at all
             space = replace(space, text_tokens=0, image_tokens=0)
@@ -99,7 +102,7 @@ def tune(
             assert whom.model is not None
             images = whom.model.prepare(shots.pixels)
             objective = local = LocalObjective(whom.model, images, shots.labels, space)
-        asked: KeyedObjective = objective or ServiceObjective(
+        asked: KeyedObjective | RequestObjective = objective or ServiceObjective(
             whom.client, whom.points, shots.labels, space, shown=shown
         )
         start, outputs = space.start(), outputs_of(shots.labels)
@@ -129,16 +132,12 @@ def tune(
             answered,
         )
         _drive(run, answering, journal, whom.client, stopped)
-        save_file(
-            {"z": run.best, **{n: w.contiguous() for n, w in space.projections.items()}},
-            folder / "prompts.safetensors",
-        )
+        found = {"z": run.best, **{n: w.contiguous() for n, w in space.projections.items()}}
         result = _result(recipe, run, journal) | {"budget": settings.budget}
         lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in run.history)
-        (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
-        scratch = done.with_suffix(".part")
-        scratch.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        scratch.replace(done)
+        _write(folder / "prompts.safetensors", save(found))
+        _write(folder / "metrics.jsonl", lines.encode())
+        _write(done, (json.dumps(result, indent=1) + "\n").encode())  # last: it says "finished"
         return result
     finally:
         journal.close()
@@ -153,16 +152,51 @@ def _drive(
 ) -> None:
     """Ask and tell; requests, retries and seconds are counted over all processes of the run."""
     before, began = client.counts, time.perf_counter()
-    while not run.done:
-        if stopped():
-            raise FlopsError("the run was stopped")
-        run.tell(answering.answer(run.ask()))
+
+    def count() -> None:
+        nonlocal before, began
         now, clock = client.counts, time.perf_counter()
         for name in ("requests", "retries"):
             if now[name] > before[name]:
                 journal.count(name, now[name] - before[name])
         journal.count("seconds", clock - began)
         before, began = now, clock
+        if stopped() and not run.done:
+            raise FlopsError("the run was stopped")
+
+    drive(run, answering, count)
+
+
+def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """The result of a run that has ended, if it can be read."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        if isinstance(found, dict) and found.keys() >= {"budget", "validation_loss", "queries"}:
+            return found
+        reason = "it is not a result"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    say(f"{path} cannot be read ({reason}); it is made again from the journal")
+    return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The whole file or none of it."""
+    scratch = path.with_name(path.name + ".part")
+    try:
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise FlopsError(
+            f"{path} cannot be written ({error}): free some space and start the same command "
+            "again; all answers are in the journal, and nothing is paid for twice"
+        ) from error
 
 
 def _result(recipe: Recipe, run: Tuning, journal: Journal) -> dict[str, Any]:

@@ -1,21 +1,25 @@
 """A tuning run: epochs of steps, validation after each, early stopping, one look at the test set.
 
-Everything it wants to know is a question, so that a journal can hold the whole run.
+Everything it wants to know is a question, and behind every step it pauses with a state from which
+it can go on, so that a journal can hold the whole run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flops.blackbox.answering import BudgetError
-from flops.blackbox.inquiry import Inquiry
+from flops.blackbox.inquiry import PAUSE, Inquiry
 from flops.blackbox.objective import Question
+from flops.errors import FlopsError
 from flops.meetings import Work
+
+SCHEMA = 1
 
 
 class Stepper(Protocol):
@@ -39,6 +43,14 @@ class Stepper(Protocol):
 
     def stepping(self) -> Work[None]:
         """One step: yields questions, is sent their answers."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later steps follow from, between two of them."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where it was taken."""
         ...
 
 
@@ -104,6 +116,11 @@ class Tuning(Inquiry):
     stopped: str = field(default="", init=False)
     test_loss: float = field(default=float("nan"), init=False)
     test_accuracy: float = field(default=float("nan"), init=False)
+    _epoch: int = field(default=0, init=False)
+    _taken: int = field(default=0, init=False)  # steps of this epoch
+    _waited: int = field(default=0, init=False)  # epochs since the best
+    _least: float = field(default=float("inf"), init=False)
+    _embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Nothing was asked yet."""
@@ -111,35 +128,74 @@ class Tuning(Inquiry):
         self.best = self.start
 
     def work(self) -> Work[None]:
-        """All questions of the run."""
+        """All questions of the run, from where its state is."""
         self._check_budget()
-        if self.embed is not None:
+        if self.embed is not None and self._embedded is None:
             seen = yield self._all(self.start, self.points.train, "embed")
-            self.embed(seen[:, 2:])
-        least = yield from self._validate(0)
-        waited, epoch = 0, 0
-        while self.stepper is not None and epoch < self.epochs:
-            before = self.stepper.steps
-            for _ in range(self.stepper.steps_per_epoch):
-                if not self._affords(self.stepper.step_cost()):
-                    self.stopped = "budget"
+            self._embedded = seen[:, 2:]
+            self.embed(self._embedded)
+            yield PAUSE
+        if not self.history:
+            self._least = yield from self._validate(0)
+            yield PAUSE
+        while self.stepper is not None and self._epoch < self.epochs and not self.stopped:
+            if self._taken < self.stepper.steps_per_epoch:
+                if self._affords(self.stepper.step_cost()):
+                    yield from self.stepper.stepping()
+                    self._taken += 1
+                    yield PAUSE
+                    continue
+                self.stopped = "budget"
+                if not self._taken:  # validated already, and the test is still paid for
                     break
-                yield from self.stepper.stepping()
-            if self.stepper.steps == before:  # validated already, and the test is still paid for
-                break
-            epoch += 1
-            loss = yield from self._validate(epoch)
-            if loss < least:
-                least, waited, self.best = loss, 0, self.stepper.parameters
+            self._epoch, self._taken = self._epoch + 1, 0
+            loss = yield from self._validate(self._epoch)
+            if loss < self._least:
+                self._least, self._waited, self.best = loss, 0, self.stepper.parameters
             else:
-                waited += 1
-            if not self.stopped and self.patience and waited >= self.patience:
+                self._waited += 1
+            if not self.stopped and self.patience and self._waited >= self.patience:
                 self.stopped = "patience"
-            if self.stopped:
-                break
+            if not self.stopped:  # the last state is one from which a larger budget could go on
+                yield PAUSE
         self.stopped = self.stopped or "epochs"
         seen = yield self._all(self.best, self.points.test, "test")
         self.test_loss, self.test_accuracy = _mean(seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the rest of the run follows from, at a pause."""
+        return {
+            "schema": SCHEMA,
+            "epoch": self._epoch,
+            "taken": self._taken,
+            "waited": self._waited,
+            "least": self._least,
+            "history": [asdict(entry) for entry in self.history],
+            "best": self.best.clone(),
+            "embedded": self._embedded,
+            "asked": self.asked,
+            "stepper": None if self.stepper is None else self.stepper.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            FlopsError: If the state is of another version.
+        """
+        if state.get("schema") != SCHEMA:
+            raise FlopsError(f"a state of version {state.get('schema')}, here it is {SCHEMA}")
+        if self.stepper is not None:
+            self.stepper.load_state_dict(state["stepper"])
+        self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
+        self._waited, self._least = int(state["waited"]), float(state["least"])
+        self.history = [Progress(**entry) for entry in state["history"]]
+        self.best, self._embedded = state["best"], state["embedded"]
+        if self.embed is not None and self._embedded is not None:
+            self.embed(self._embedded)
+        self.restart(int(state["asked"]))
+        if self.notify is not None and self.history:
+            self.notify(self.history[-1])
 
     def _check_budget(self) -> None:
         """Refuse before anything is asked, instead of running out before the test."""

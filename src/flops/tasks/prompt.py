@@ -14,7 +14,7 @@ class, which stays with whoever tunes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flops.blackbox.client import Query, ServiceClient
-from flops.blackbox.journal import Answer
+from flops.blackbox.journal import Answer, Request
 from flops.blackbox.objective import Question
 from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError
@@ -193,24 +193,29 @@ class ServiceObjective:
     space: PromptSpace
     shown: bool = False
 
-    def answer(self, question: Question, key: str) -> Answer:
-        """Losses, hits and costs."""
+    def prepare(self, question: Question, key: str) -> list[Request]:
+        """Requests of a question, one for each set of points that it has rows of."""
         text, image, of = prompts_of(self.space, question.parameters)
-        sets = question.points // self.points.size
-        logits: Tensor | None = None
-        cost = {"texts": 0, "images": 0, "replays": 0}
-        for number in sets.unique().tolist():
-            at = torch.nonzero(sets == number).flatten()
+        found = []
+        for number, at in self._sets(question):
             rows = question.points[at] - number * self.points.size
-            one = key if len(at) == len(sets) else f"{key}-{number}"  # each set is a request
+            one = key if len(at) == len(question) else f"{key}-{number}"
             # Only the prompts of these rows: a prompt that no row has would be paid for.
             used, place = of[at].unique(return_inverse=True)
             query = Query(
                 self.points.names[number], rows, text[used], place, image[used], place, one
             )
-            scores = self.client.ask(query)
+            found.append(Request(one, query.body()))
+        return found
+
+    def send(self, question: Question, requests: Sequence[Request]) -> Answer:
+        """Losses, hits and costs of requests, sent as they are."""
+        logits: Tensor | None = None
+        cost = {"texts": 0, "images": 0, "replays": 0}
+        for (_, at), request in zip(self._sets(question), requests, strict=True):
+            scores = self.client.ask(_Sealed(request, question.points[at]))
             if logits is None:
-                logits = scores.logits.new_empty(len(sets), scores.logits.size(1))
+                logits = scores.logits.new_empty(len(question), scores.logits.size(1))
             logits[at] = scores.logits
             for name in ("texts", "images"):
                 cost[name] += int(getattr(scores, name))
@@ -218,6 +223,28 @@ class ServiceObjective:
         assert logits is not None
         labels = self.labels[question.points]
         return Answer(columns(logits, labels, question.kind, self.shown), cost)
+
+    def answer(self, question: Question, key: str) -> Answer:
+        """Both at once."""
+        return self.send(question, self.prepare(question, key))
+
+    def _sets(self, question: Question) -> list[tuple[int, Tensor]]:
+        """Sets of uploaded points, and the rows that belong to each."""
+        sets = question.points // self.points.size
+        return [(n, torch.nonzero(sets == n).flatten()) for n in sets.unique().tolist()]
+
+
+class _Sealed(Query):
+    """A query whose bytes are what they are: made earlier, perhaps on another machine."""
+
+    def __init__(self, request: Request, rows: Tensor) -> None:
+        for name, value in (("key", request.key), ("rows", rows), ("_body", request.body)):
+            object.__setattr__(self, name, value)
+
+    def body(self) -> bytes:
+        """As it was."""
+        body: bytes = vars(self)["_body"]
+        return body
 
 
 @dataclass(frozen=True, eq=False)
