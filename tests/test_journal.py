@@ -213,7 +213,7 @@ def test_another_question_in_the_same_place_is_refused(tmp_path) -> None:
             Answering(asked, journal, part=4).answer(other)
         assert asked.keys == []
     asked = Asked()
-    with pytest.raises(JournalError, match="question 0 was of 3 parts or more .* now of 2"):
+    with pytest.raises(JournalError, match=r"question 0 was of 3 parts or more .* now of 2"):
         Answering(asked, journal, part=8).answer(question())
     assert asked.keys == []
     # Other last bits are the same question: those of another machine are.

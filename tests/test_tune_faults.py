@@ -20,9 +20,21 @@ from flops.blackbox.client import ServiceClient
 from flops.blackbox.ledger import Ledger, LedgerError
 from flops.blackbox.local_service import LocalService
 from tests.serving import Server, faulty, until
-from tests.tuning import ROWS, charged, command, finish, paid, prompts, run, start
+from tests.tuning import (
+    LEVELS,
+    ROWS,
+    apart,
+    charged,
+    command,
+    finish,
+    paid,
+    prompts,
+    run,
+    start,
+)
 
 MANY = "lr shaped-lr ops-spsa cma-es"
+KILLS = int(os.environ.get("FLOPS_KILLS", "30"))  # of the slow proof
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +203,61 @@ def test_everything_at_once(server, unbroken, tmp_path) -> None:
         finish(start(arguments))
     assert prompts(tmp_path) == unbroken
     assert paid(tmp_path) == charged(server.ledger) - before == ROWS
+
+
+def moved(
+    folder: Path, ledger: Path, kills: int, seed: int, *options: str, methods: str, workers: bool
+) -> int:
+    """Kill a run again and again; go on each time as on another machine. Returns its rows."""
+    chance, before = random.Random(seed), charged(ledger)
+
+    def go_on(turn: int) -> subprocess.Popen[str]:
+        more = ["--workers", str(1 + turn % 2)] if workers else []
+        arguments = command(folder, *options, *more, methods=methods, epochs=3)
+        return start(arguments, threads=1 + turn % 3, level=LEVELS[turn % len(LEVELS)])
+
+    each = 1900 * len(methods.split()) // (kills + 3)  # rows of a run, by kill
+    for kill in range(kills):
+        process = go_on(kill)
+        if kill % 4 == 3:  # any moment, also before it has asked anything
+            time.sleep(chance.uniform(0, 10))
+        else:
+            enough = charged(ledger) + chance.randint(1, each)
+            until(lambda: charged(ledger) >= enough or process.poll() is not None, 240)
+            time.sleep(chance.uniform(0, 0.05))
+        assert process.poll() is None, f"it ended after {kill} kills: {process.communicate()[0]}"
+        process.kill()
+        process.communicate()
+    finish(go_on(kills), 600)
+    rows = charged(ledger) - before
+    assert paid(folder) == rows
+    return rows
+
+
+@pytest.mark.bits
+def test_a_run_is_killed_and_goes_on_as_on_other_machines(server, tmp_path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "moved"
+    run(whole, "--url", server.url, methods="shaped-lr", epochs=3)
+    options = ("--url", server.url)
+    rows = moved(folder, server.ledger, 3, 1, *options, methods="shaped-lr", workers=False)
+    assert rows == paid(whole)
+    (difference,) = apart(folder, whole).values()
+    assert difference < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@pytest.mark.parametrize("own", [False, True], ids=["one service", "service moves too"])
+def test_a_run_is_killed_thirty_times_and_goes_on_as_on_other_machines(
+    own, server, tmp_path
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "moved"
+    options = () if own else ("--url", server.url)
+    run(whole, *options, methods=MANY, epochs=3)
+    ledger = folder / "service-0" / "ledger.sqlite" if own else server.ledger
+    rows = moved(folder, ledger, KILLS, 6, *options, methods=MANY, workers=not own)
+    assert rows == paid(whole)
+    differences = apart(folder, whole)
+    print(f"{KILLS} kills, {rows} rows, differences of prompts: {differences}")
+    assert len(differences) == len(MANY.split())
+    assert max(differences.values()) < 1e-2

@@ -10,6 +10,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 SMALL = (
     "--queries 4 --limit 50 --part 32 --dimensions 16 --text-tokens 4 --image-tokens 4 --shots 8"
 )
@@ -21,8 +23,21 @@ def command(output: Path, *options: str, methods: str = "lr", epochs: int = 2) -
     return [sys.executable, "-m", "flops", "tune", *given.split(), *options]
 
 
-def start(arguments: list[str], threads: int = 1) -> subprocess.Popen[str]:
+LEVELS: tuple[dict[str, str], ...] = (  # of vector instructions, as other processors have them
+    {},
+    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+)
+
+
+def start(
+    arguments: list[str], threads: int = 1, level: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), COLUMNS="120")
+    if level is not None:
+        for name in LEVELS[-1]:
+            environment.pop(name, None)
+        environment |= level
     return subprocess.Popen(
         arguments,
         stdout=subprocess.PIPE,
@@ -49,6 +64,16 @@ def prompts(output: Path) -> dict[str, bytes]:
     """Tuned prompts of all runs, byte by byte."""
     found = output.glob("*/prompts.safetensors")
     return {path.parent.name: path.read_bytes() for path in found}
+
+
+def apart(output: Path, other: Path) -> dict[str, float]:
+    """Largest difference of any number of a run's prompts, by run."""
+    found = {}
+    for path in sorted(output.glob("*/prompts.safetensors")):
+        here, there = load_file(path), load_file(other / path.parent.name / path.name)
+        assert here.keys() == there.keys()
+        found[path.parent.name] = max(float((here[n] - there[n]).abs().max()) for n in here)
+    return found
 
 
 def paid(output: Path) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flops.blackbox.inquiry import Inquiry
 from flops.blackbox.journal import Answer, Journal, JournalError, Kept, Plan, Request
 from flops.blackbox.objective import Objective, Question, checked
-from flops.blackbox.snapshots import Snapshots
+from flops.blackbox.snapshots import SHARE, Snapshots
 from flops.blackbox.wire import WireError, decode, encode
 from flops.errors import FlopsError
 
@@ -176,7 +176,7 @@ class Answering:
                         ready[place] = fresh[place] = self._prepare(parts[place], place)
                 # What is sent next, and what has come: on the disk before either is used.
                 self.journal.write(
-                    self.number, **first, requests=fresh, answers=arrived, repaired=kept.damaged
+                    self.number, **first, requests=fresh, answers=arrived, repaired=kept.paid
                 )
                 first = {}
                 for place, answer in arrived.items():
@@ -239,16 +239,22 @@ class Answering:
             self.notify(rows)
 
 
-def drive(inquiry: Inquiry, answering: Answering, after: Callable[[], None] = lambda: None) -> None:
+def drive(
+    inquiry: Inquiry,
+    answering: Answering,
+    after: Callable[[], None] = lambda: None,
+    share: float = SHARE,
+) -> None:
     """Ask and tell until there is nothing more to ask, from the last snapshot on.
 
     Args:
         inquiry: Who asks. If it has a state, that is kept at its pauses.
         answering: Who answers.
         after: Called behind every answer.
+        share: Of the time that snapshots may take.
     """
     inquiry.decide = answering.decide
-    snapshots = Snapshots.of(inquiry, answering.journal)
+    snapshots = Snapshots.of(inquiry, answering.journal, share)
     if snapshots is not None and (number := snapshots.restore()) is not None:
         answering.start(number, inquiry.asked)
     while not inquiry.done:

@@ -111,6 +111,7 @@ class Kept:
         requests: By part: sent, perhaps, and not answered.
         answers: By part.
         damaged: Parts whose answer or request fails its checksum.
+        paid: Those among them that had been answered.
     """
 
     plan: Plan | None
@@ -118,6 +119,7 @@ class Kept:
     requests: dict[int, list[Request]]
     answers: dict[int, Answer]
     damaged: dict[int, str]
+    paid: set[int]
 
 
 def _say(message: str) -> None:
@@ -187,7 +189,7 @@ class Journal:
             self._check(mark, what, question, place, name, value)
             decisions.append((name, unpack(value)))
         requests: dict[int, list[Request]] = {}
-        answers, damaged = {}, {}
+        answers, damaged, paid = {}, {}, set()
         for part, place, key, body, mark in self._read(
             "select part, place, key, body, mark from requests where question = ? "
             "order by part, place",
@@ -201,12 +203,13 @@ class Journal:
         ):
             if mark != _mark(question, part, count, answer, cost):
                 damaged[part] = f"the answer to question {question}, part {part}"
+                paid.add(part)
                 continue
             columns = torch.from_numpy(np.frombuffer(answer, dtype="<f4").copy())
             answers[part] = Answer(columns.reshape(count, -1), json.loads(cost))
         for part in damaged:
             requests.pop(part, None)
-        return Kept(plan, decisions, requests, answers, damaged)
+        return Kept(plan, decisions, requests, answers, damaged, paid)
 
     def write(
         self,

@@ -45,12 +45,12 @@ class Snapshots:
     journal: Journal
     share: float = SHARE
     _took: float = field(default=0.0, init=False)
-    _last: float = field(default_factory=time.monotonic, init=False)
+    _last: float = field(default_factory=lambda: time.monotonic(), init=False)
 
     @classmethod
-    def of(cls, inquiry: Inquiry, journal: Journal) -> Snapshots | None:
+    def of(cls, inquiry: Inquiry, journal: Journal, share: float) -> Snapshots | None:
         """None for what has no state to keep."""
-        return cls(inquiry, journal) if isinstance(inquiry, Stateful) else None
+        return cls(inquiry, journal, share) if isinstance(inquiry, Stateful) else None
 
     def restore(self) -> int | None:
         """Bring the run to its last snapshot.
