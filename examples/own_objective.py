@@ -45,6 +45,7 @@ answering = Answering(House(), Journal(FILE, settings), part=64, concurrency=4)
 tuner = Tuner(
     start, DAYS, estimator=SPSA(0.3), queries=8, allocator=Neyman(), batch=6, learning_rate=0.1
 )
+tuner.decide = answering.decide  # how many queries each day gets is decided once, and kept
 
 
 def mean_cost() -> float:

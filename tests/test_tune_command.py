@@ -99,6 +99,21 @@ def test_a_finished_folder_asks_nothing_more(server, finished) -> None:
     assert (finished / "table.md").read_text("utf-8") == table
 
 
+@pytest.mark.parametrize("garbled", ["", "{", "[1]", "null", "\x00\x00"])
+def test_a_result_that_cannot_be_read_is_made_again(garbled, server, finished, capsys) -> None:
+    before, path = charged(server.ledger), finished / "lr-0.1-seed0" / "result.json"
+    result, found = json.loads(path.read_text("utf-8")), prompts(finished)
+    path.write_text(garbled, "utf-8")
+    tune(finished, "--url", server.url, "--seeds", "2", epochs=1)
+    assert "result.json cannot be read" in capsys.readouterr().out
+    again = json.loads(path.read_text("utf-8"))
+    for volatile in ("seconds", "requests"):  # the new process asks what the service is
+        result.pop(volatile), again.pop(volatile)
+    assert again == result
+    assert prompts(finished) == found
+    assert charged(server.ledger) == before
+
+
 def test_other_settings_in_the_same_folder_are_refused(server, finished) -> None:
     before = charged(server.ledger)
     said = refused(finished, "--url", server.url, "--sigma", "0.5", epochs=1)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops import SPSA, LikelihoodRatio, Shaping
+from flops import SPSA, LikelihoodRatio, Shaping, shaped_step
 from flops.allocators import Gaussian, Neyman
 from flops.blackbox import Question, Tuner
 from flops.blackbox.answering import Answering, drive
@@ -30,6 +31,7 @@ from flops.blackbox.journal import Answer, Journal, JournalError, Plan, Request,
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.snapshots import Snapshots
 from flops.blackbox.tuning import Points, Tuning
+from flops.directions import leading
 from flops.meetings import Work, decided
 
 N, D = 8, 12
@@ -202,6 +204,41 @@ def test_decisions_are_made_once(tmp_path) -> None:
     with pytest.raises(JournalError, match=r"question 0 was a decision about counts .* directions"):
         drive(Other(), Answering(service, journal))
     journal.close()
+
+
+@pytest.mark.bits
+def test_answers_go_with_the_directions_that_were_asked(tmp_path, monkeypatch) -> None:
+    """Eigenvectors of another machine may have other signs."""
+    whole = make("shaped", epochs=3)
+    drive(whole, Answering(Service(), Journal(":memory:", {}), part=5))
+
+    class Breaks(Service):
+        def send(self, question: Question, requests: Sequence[Request]) -> Answer:
+            if requests[0].key.endswith("-14-3"):  # in the queries of the last step
+                raise ConnectionError
+            return super().send(question, requests)
+
+    path, service = tmp_path / "journal", Breaks()
+    journal = Journal(path, {})
+    with pytest.raises(ConnectionError):
+        drive(make("shaped", epochs=3), Answering(service, journal, part=5), share=1e9)
+    journal.close()
+
+    def other(*arguments: Any) -> Any:
+        found = leading(*arguments)
+        return replace(found, channels=tuple(-c for c in found.channels))
+
+    monkeypatch.setattr(shaped_step, "leading", other)
+    again, journal, rest = make("shaped", epochs=3), Journal(path, {}), Service()
+    rest.ledger = service.ledger
+    drive(again, Answering(rest, journal, part=5), share=1e9)
+    journal.close()
+    assert rest.charged == 9 + 8 + 8  # the rest of that step, validation, test
+    assert again.stepper is not None
+    assert whole.stepper is not None
+    torch.testing.assert_close(
+        again.stepper.parameters, whole.stepper.parameters, rtol=0, atol=1e-5
+    )
 
 
 KILLED = """

@@ -27,9 +27,9 @@ class Tune:
     tunes its prompts to hazy photos of garments, 16 of each class. With a url, a service elsewhere.
 
     Every answer is on the disk before it is used. A run that was stopped, in whatever way, goes on
-    with the same command: nothing that was paid for is asked again, and it ends with the same
-    prompts. Step sizes are chosen on the validation images of the first seed; the test images are
-    looked at once, with the prompts that validate best.
+    with the same command: nothing that was paid for is paid for again, and it ends with the same
+    prompts (on another machine: up to rounding). Step sizes are chosen on the validation images of
+    the first seed; the test images are looked at once, with the prompts that validate best.
 
     For example:
 
