@@ -219,8 +219,8 @@ class Answering:
             return failure
         error = JournalError(
             f"the journal {self.journal.path} is damaged: {kept.damaged[place]} fails its "
-            f"checksum, and asking again under its key failed ({failure}). Restore the file from "
-            "a backup, or start anew in another folder"
+            f"checksum, and asking again under its key failed ({failure}). If that may pass, start "
+            "the same command again; else restore the file from a backup, or start anew elsewhere"
         )
         error.__cause__ = failure
         return error
