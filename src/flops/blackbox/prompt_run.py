@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from flops.blackbox.methods import Recipe, stepper
 from flops.blackbox.tuner import Tuner
 from flops.blackbox.tuning import Progress, Tuning
 from flops.errors import FlopsError
+from flops.files import atomic_write
 from flops.tasks.clip import PromptedClip
 from flops.tasks.few import FewShots
 from flops.tasks.prompt import (
@@ -184,15 +184,9 @@ def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
 
 def _write(path: Path, data: bytes) -> None:
     """The whole file or none of it."""
-    scratch = path.with_name(path.name + ".part")
     try:
-        with scratch.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        atomic_write(path, data)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise FlopsError(
             f"{path} cannot be written ({error}): free some space and start the same command "
             "again; all answers are in the journal, and nothing is paid for twice"
