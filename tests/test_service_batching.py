@@ -13,7 +13,8 @@ from torch import Tensor
 from flops.blackbox.requests import ScoreRequest, Units
 from flops.blackbox.scoring import Scorer, Task
 from flops.blackbox.slab import Slab
-from flops.blackbox.steadiness import steady
+from flops.blackbox.steadiness import deviation
+from flops.errors import FlopsError
 from flops.tasks.clip import PromptedClip
 from tests.serving import Server, pixels, query
 
@@ -141,9 +142,9 @@ class Leaking:
 def test_batches_shrink_until_neighbours_do_not_matter(most, model, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         scorer = Scorer(Leaking(model, most), text_batch=8)
-    assert scorer.sizes["text", 4] == most
-    assert scorer.sizes["image", 4] == 32
-    assert f"using batches of {most}" in caplog.text
+    assert scorer.sizes["text", 4] <= most
+    assert scorer.sizes["image", 4] == Scorer(model).sizes["image", 4]
+    assert "using batches of" in caplog.text
     alone = Scorer(Leaking(model, most)).score([task(1, 5)])[0]
     assert torch.equal(scorer.score([task(2, 9), task(1, 5)])[1], alone)
 
@@ -175,13 +176,61 @@ def test_rounding_that_depends_on_the_size_of_a_batch_does_not_show(model) -> No
 
 
 @pytest.mark.bits
-def test_steady_sees_positions_and_neighbours() -> None:
+def test_deviation_sees_positions_and_neighbours() -> None:
     rows = [torch.randn(16, 5)]
-    assert steady(lambda x: x.exp(), rows, 8)
-    assert not steady(lambda x: x + torch.arange(len(x)).unsqueeze(1) * 1e-3, rows, 8)
-    assert not steady(lambda x: x + x.roll(1, 0) * 1e-3, rows, 8)
-    assert not steady(lambda x: x + x.mean() * 1e-3, rows, 8)
-    assert not steady(lambda x: x + (x.abs().max() > 1e6), rows, 8)
+    assert deviation(lambda x: x.exp(), rows, 8) == 0
+    assert deviation(lambda x: x + torch.arange(len(x)).unsqueeze(1) * 1e-3, rows, 8) > 1e-3
+    assert deviation(lambda x: x + x.roll(1, 0) * 1e-3, rows, 8) > 1e-4
+    assert deviation(lambda x: x + x.mean() * 1e-3, rows, 8) > 1e-5
+    assert deviation(lambda x: x + (x.abs().max() > 1e6), rows, 8) >= 1
+    assert deviation(lambda x: x / (x.abs().max() < 1e6), rows, 8) == float("inf")
+
+
+class Drifting:
+    """A model that never gives the same bits twice."""
+
+    def __init__(self, model: PromptedClip) -> None:
+        self._model, self._calls = model, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._model, name)
+
+    def image_features(self, images: Tensor, prompts: Tensor) -> Tensor:
+        self._calls += 1
+        return self._model.image_features(images, prompts) + 1e-5 * (self._calls % 7)
+
+
+def test_what_cannot_be_removed_is_measured_and_told(model, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        scorer = Scorer(Drifting(model))
+    assert scorer.sizes["image", 4] == 1
+    assert 1e-6 < scorer.tolerance < 1e-4
+    assert "batch_tolerance" in caplog.text
+    assert Scorer(model).tolerance == 0
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_bit_depends_on_place_or_company_with_threads(threads, model) -> None:
+    """In fixed shapes, whatever the kernel and the number of threads: sizes shrink if need be."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        scorer, small = (Scorer(model, 4, 8, memory=2**14) for _ in "ab")  # caches of 4 texts
+        assert scorer.tolerance == 0
+        alone = [small.score([task(seed, 2, tokens=4)])[0] for seed in range(3)]
+        asked = [task(seed, 2, tokens=4) for seed in (2, 1, 0)]
+        together = [*scorer.score(asked[:2]), *scorer.score(asked[2:])][::-1]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    broken = PromptedClip.load()
+    broken.model.text_projection.weight[0, 0] = float("nan")
+    with pytest.raises(FlopsError, match="weights are damaged"):
+        Scorer(broken)
 
 
 def test_an_error_of_the_model_leaves_nothing_half_done(model, monkeypatch) -> None:

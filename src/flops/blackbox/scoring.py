@@ -1,9 +1,10 @@
-"""The model's work: rows in batches of a fixed size, so that an answer never depends on neighbours.
+"""The model's work: rows in batches of a fixed size, so that an answer does not depend on others.
 
 Matrix products round differently for different numbers of rows, so a prompt that is encoded in a
 batch of 3 may differ in the last bit from the same prompt in a batch of 30. Here every batch is
-padded to one size, and `steady` checks that a row's features are then bitwise the same at every
-position and beside any others; sizes are halved until they are.
+padded to one size, and `deviation` measures whether a row's features then have the same bits at
+every position and beside any others; sizes are halved until they have. A model whose rows differ
+even alone (it is not deterministic) is served with what was measured as `tolerance`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from flops.blackbox.requests import ScoreRequest, Units
 from flops.blackbox.slab import Slab
-from flops.blackbox.steadiness import steady
+from flops.blackbox.steadiness import deviation
+from flops.errors import FlopsError
 
 log = logging.getLogger("flops.serve")
 
@@ -94,10 +96,13 @@ class Scorer:
     used: int = field(default=0, init=False)  # rows of batches that were not padding
     padded: int = field(default=0, init=False)
     sizes: dict[tuple[str, int], int] = field(default_factory=dict, init=False)
+    deviations: dict[tuple[str, int], float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         with torch.inference_mode():
             text = self.model.text_features(torch.zeros(1, 0, self.model.text_width))[0]  # (C, E)
+        if not bool(torch.isfinite(text).all()):
+            raise FlopsError("the model's features are not finite: its weights are damaged")
         self._texts = Slab(self._slots(text.numel(), 4096), text.shape)
         self._images = Slab(self._slots(text.shape[1], 16384), text.shape[1:])
         pixels = self.model.channels * self.model.image_size**2
@@ -117,6 +122,14 @@ class Scorer:
     def most_images(self) -> int:
         """Most distinct pairs of a point and an image prompt at once."""
         return len(self._images.rows)
+
+    @property
+    def tolerance(self) -> float:
+        """Most that a feature or logit differs with its batch, as far as was measured; 0 is bits.
+
+        Batches of 0 and 4 prompt tokens are measured at the start, others when they first come.
+        """
+        return max(self.deviations.values())
 
     @property
     def cache(self) -> dict[str, int]:
@@ -153,9 +166,9 @@ class Scorer:
         if (kind, tokens) not in self.sizes:
             wanted = self.text_batch if kind == "text" else self.image_batch
             function, rows = self._case(kind, tokens, 2 * wanted)
+            size = wanted
             with torch.inference_mode():
-                size = wanted
-                while size > 1 and not steady(function, rows, size):
+                while (found := deviation(function, rows, size)) and size > 1:
                     size //= 2
             if size != wanted:
                 log.warning(
@@ -163,6 +176,13 @@ class Scorer:
                     "using batches of %d, which is slower",
                     *(kind, tokens, wanted, size),
                 )
+            if found:
+                log.warning(
+                    "%s with %d prompt tokens: the same row differs by up to %.1e from one time to "
+                    "the next; /v1/info says so as batch_tolerance",
+                    *(kind, tokens, found),
+                )
+            self.deviations[kind, tokens] = found
             self.sizes[kind, tokens] = size
         return self.sizes[kind, tokens]
 

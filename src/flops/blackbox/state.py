@@ -160,6 +160,7 @@ class State:
                 "requests_per_second": limits.rate,
             },
             "batch_sizes": sizes,
+            "batch_tolerance": setup.scorer.tolerance,
         }
 
     def metrics(self) -> str:

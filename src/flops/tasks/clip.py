@@ -33,8 +33,9 @@ TEMPLATE = "a photo of a {}."
 class PromptedClip:
     """A frozen `transformers.CLIPModel` with its class texts tokenised once.
 
-    All methods are differentiable in the prompts. Rows do not depend on each other: in batches of
-    one size, the bits of a row's result depend neither on its place nor on its neighbours.
+    All methods are differentiable in the prompts. Rows do not depend on each other, up to rounding:
+    a matrix product may sum in another order for another number of rows, place or thread.
+    `flops serve` pads batches to fixed sizes for which it has measured that no bit changes.
 
     Attributes:
         model: The CLIP, in evaluation mode, without gradients of its own.
@@ -185,7 +186,9 @@ class PromptedClip:
         states = torch.cat([encoder.embeddings(images), prompts], dim=1)
         states = encoder.encoder(encoder.pre_layrnorm(states)).last_hidden_state
         first = encoder.post_layernorm(states[:, 0])  # (Q, width)
-        return F.normalize(self.model.visual_projection(first), dim=-1)
+        # A product for each row: in one of all rows, some kernels round the last rows differently.
+        weight = self.model.visual_projection.weight.t().expand(len(first), -1, -1)
+        return F.normalize(torch.bmm(first.unsqueeze(1), weight).squeeze(1), dim=-1)
 
     def logits(self, image: Tensor, text: Tensor) -> Tensor:
         """Return exp(logit_scale) times the products of features, (Q, E), (Q, C, E) -> (Q, C).
