@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flops.cli import main
 from flops.errors import FlopsError
 from flops.tasks import vision
 from flops.tasks.clip import ClipError, PromptedClip
@@ -286,6 +288,62 @@ def test_what_is_no_clip_is_refused(tmp_path: Path, folder: Path) -> None:
         PromptedClip.load(tmp_path / "mute", ANIMALS)
     with pytest.raises(ClipError, match="must be named"):
         PromptedClip.load(folder)
+
+
+def spoil(folder: Path, name: str, content: bytes | None) -> None:
+    """Other content, or none of the end."""
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-1000] if content is None else content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", None),
+        ("model.safetensors", b"\xff" * 100),
+        ("model.safetensors", b""),
+        ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b'{"model_type": "clip", "text_config": 3}'),
+        ("config.json", b"\xff\xfe"),
+        ("config.json", b"[" * 100_000),
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", b"null"),
+        ("preprocessor_config.json", b"{"),
+        ("preprocessor_config.json", b"[1]"),
+        ("preprocessor_config.json", b'{"image_mean": "red"}'),
+        ("preprocessor_config.json", b'{"image_std": [0.5, [1]]}'),
+    ],
+)
+def test_damaged_files_are_said_in_one_sentence(name, content, tmp_path, folder) -> None:
+    shutil.copytree(folder, tmp_path / "clip")
+    spoil(tmp_path / "clip", name, content)
+    with pytest.raises((ClipError, OSError)) as caught:
+        PromptedClip.load(tmp_path / "clip", ANIMALS)
+    assert "\n" not in str(caught.value)
+    options = ["serve", "--model", str(tmp_path / "clip"), "--classes", ",".join(ANIMALS)]
+    with pytest.raises(SystemExit) as stopped:
+        main([*options, "--ledger", str(tmp_path / "ledger.sqlite")])
+    assert "\n" not in str(stopped.value)
+    assert str(tmp_path) in str(stopped.value)
+
+
+def test_python_of_a_folder_is_never_run(tmp_path, folder) -> None:
+    shutil.copytree(folder, tmp_path / "clip")
+    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    (tmp_path / "clip" / "evil.py").write_text(code, "utf-8")
+    names = {"AutoConfig": "evil.C", "AutoModel": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
+    for file in ("config.json", "tokenizer_config.json"):
+        path = tmp_path / "clip" / file
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"auto_map": names}))
+    assert PromptedClip.load(tmp_path / "clip", ANIMALS).classes == ANIMALS
+    path = tmp_path / "clip" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"model_type": "evil"}))
+    with pytest.raises(ClipError):
+        PromptedClip.load(tmp_path / "clip", ANIMALS)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_class_texts_that_do_not_fit_are_refused(folder: Path) -> None:

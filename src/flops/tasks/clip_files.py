@@ -41,7 +41,19 @@ def load_clip(model: str) -> tuple[Any, Any, ImageFormat]:
             asset = importlib.resources.files("flops.tasks") / "assets" / BUNDLED
             source = str(stack.enter_context(importlib.resources.as_file(asset)))
         found, tokenizer = _load(source)
-        return found, tokenizer, _format(found.config.vision_config, _preprocessor(source))
+        try:
+            format = _format(found.config.vision_config, _preprocessor(source))
+        except Exception as error:  # whatever JSON may hold
+            raise ClipError(
+                f"the preprocessor_config.json of {model} cannot be used ({_reason(error)}): "
+                "save it again, or remove it for the usual values"
+            ) from error
+        return found, tokenizer, format
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, which may have many or none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def _load(source: str) -> tuple[Any, Any]:
@@ -62,7 +74,7 @@ def _load(source: str) -> tuple[Any, Any]:
         logging.disable_progress_bar()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            config = transformers.AutoConfig.from_pretrained(source)
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
             if config.model_type != "clip":
                 raise ClipError(
                     f"{source} holds a {config.model_type} model, no CLIP: give {allowed}"
@@ -70,19 +82,20 @@ def _load(source: str) -> tuple[Any, Any]:
             model, report = transformers.CLIPModel.from_pretrained(
                 source,
                 dtype=torch.float32,
+                trust_remote_code=False,  # a folder's Python is never run
                 use_safetensors=True,  # the other format is pickle, which can run code
                 attn_implementation=ATTENTION,
                 output_loading_info=True,
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(f"no CLIP in {source!r} ({reason}): give {allowed}") from error
-    except ClipError:
+        raise OSError(f"no CLIP in {source!r} ({_reason(error)}): give {allowed}") from error
+    except (ClipError, ImportError):
         raise
-    except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ClipError(f"{source} does not load as a CLIP ({reason}): give {allowed}") from error
+    except Exception as error:  # damaged files raise what their parsers like, also bare exceptions
+        raise ClipError(
+            f"{source} does not load as a CLIP ({_reason(error)}): give {allowed}"
+        ) from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
