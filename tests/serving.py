@@ -24,8 +24,15 @@ TEXT = IMAGE = 64  # widths of the bundled model
 class Server:
     """`flops serve` in a process of its own; started again, it keeps port and ledger."""
 
-    def __init__(self, folder: Path, *options: str, key: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        key: str | None = None,
+        descriptors: int | None = None,
+    ) -> None:
         self.folder, self.options, self.key = folder, options, key
+        self.descriptors = descriptors  # limit of open files, which it cannot raise
         self.ledger = folder / "ledger.sqlite"
         self.port = 0
         self.process: subprocess.Popen[str]
@@ -40,7 +47,12 @@ class Server:
             command += ["--api-key-env", "TEST_KEY"]
         self.errors = (self.folder / "stderr").open("a")
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=environment,
+            preexec_fn=self._limit if self.descriptors else None,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -48,6 +60,14 @@ class Server:
         self.about: dict[str, Any] = json.loads(line)
         self.url = str(self.about["url"])
         self.port = int(self.url.rsplit(":", 1)[1])
+
+    def _limit(self) -> None:
+        import resource  # not on every system
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.descriptors, self.descriptors))
+
+    def log(self) -> str:
+        return (self.folder / "stderr").read_text()
 
     def kill(self, how: int = signal.SIGKILL) -> int:
         self.process.send_signal(how)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
-from flops.blackbox.client import ServiceClient
+from flops.blackbox.client import ServiceClient, first_contact
+from flops.blackbox.credentials import read_key
 from flops.blackbox.retrying import Retries, ServiceError, seconds
 from flops.blackbox.wire import digest, encode
+from flops.cli import main
+from flops.errors import FlopsError
 from tests.faulty_proxy import FAULTS
 from tests.serving import Server, faulty, pixels, query, until
 
@@ -172,8 +177,89 @@ def test_retry_after_is_waited_for() -> None:
 def test_nobody_there_is_an_error_that_says_where() -> None:
     with pytest.raises(ServiceError, match=r"127.0.0.1:9/v1/score.*4 attempts.*ConnectError"):
         ask("http://127.0.0.1:9", **FAST)
-    with pytest.raises(ServiceError, match="protocol"):
+    with pytest.raises(FlopsError, match="must begin with http"):
         ask("gopher://127.0.0.1:9", **FAST)
+
+
+SLACK = 1.0  # of a busy machine
+
+
+def contact(url: str, key: str | None = None) -> str:
+    """What the first contact says; within 3 seconds, in one line."""
+    started = time.monotonic()
+    with pytest.raises(ServiceError) as caught:
+        first_contact(url, key)
+    assert time.monotonic() - started < 3 + SLACK
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_first_contact_says_soon_what_is_wrong(server, tmp_path) -> None:
+    first_contact(server.url)
+    first_contact(server.url + "/")
+    said = contact("http://127.0.0.1:9")
+    assert "no service answers at http://127.0.0.1:9 (ConnectError)" in said
+    assert "--url" in said
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "Timeout" in contact(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+    class Web(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Web, directory=tmp_path)) as web:
+        thread = threading.Thread(target=web.serve_forever)
+        thread.start()
+        said = contact(f"http://127.0.0.1:{web.server_port}")
+        web.shutdown()
+        thread.join()
+    assert "is no `flops serve` (status 404" in said
+
+
+def test_the_first_contact_checks_the_key(tmp_path) -> None:
+    with Server(tmp_path, key="a key") as keyed:
+        first_contact(keyed.url, "a key\n")
+        assert "refuses the key (401): give it with --api-key-env" in contact(keyed.url, "secret")
+        assert "secret" not in contact(keyed.url, "secret")
+        assert "wants a key" in contact(keyed.url)
+
+
+@pytest.mark.parametrize("key", ["two\nlines of-a-secret", "n\u00f6-ascii-secret", "", "secret\0"])
+def test_keys_that_cannot_be_sent_are_refused_and_not_shown(key, tmp_path, monkeypatch) -> None:
+    with pytest.raises(FlopsError) as caught:
+        ServiceClient("http://127.0.0.1:9", key)
+    assert "secret" not in str(caught.value)
+    assert "printable ASCII" in str(caught.value)
+    (tmp_path / "key").write_text(key, "utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", "--api-key-file", str(tmp_path / "key")])
+    assert "secret" not in str(stopped.value)
+    if "\0" not in key:
+        monkeypatch.setenv("FLOPS_TEST_KEY", key)
+        with pytest.raises(SystemExit) as stopped:
+            main(["tune", "--url", "http://127.0.0.1:9", "--api-key-env", "FLOPS_TEST_KEY"])
+        assert "secret" not in str(stopped.value)
+        assert "FLOPS_TEST_KEY" in str(stopped.value)
+
+
+def test_blanks_around_a_key_are_no_part_of_it(tmp_path) -> None:
+    (tmp_path / "key").write_text("  a key\r\n", "utf-8")
+    assert read_key(None, tmp_path / "key") == "a key"
+    with pytest.raises(FlopsError, match="give one of them"):
+        read_key("KEY", tmp_path / "key")
+    with pytest.raises(FlopsError, match="--api-key-file cannot be read"):
+        read_key(None, tmp_path / "none")
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@127.0.0.1:9", "http://127.0.0.1:9/?key=secret"])
+def test_addresses_with_a_password_are_refused_and_not_shown(url, tmp_path) -> None:
+    with pytest.raises(FlopsError) as caught:
+        ServiceClient(url)
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", "--url", url, "--output", str(tmp_path / "run")])
+    for said in (str(caught.value), str(stopped.value)):
+        assert "secret" not in said
+        assert "--api-key-env" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_jitter_is_full_and_leaves_the_global_generators_alone() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 from flops.blackbox.ledger import Answer, Cost, Ledger, LedgerError
 from flops.blackbox.retrying import ServiceError
+from flops.blackbox.wire import BINARY
 from tests.serving import Server, pixels, query, until
 
 
@@ -126,6 +130,141 @@ def test_a_second_service_may_not_have_the_ledger(server) -> None:
     assert found.returncode == 1
     assert "is in use by another service" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_only_the_owner_reads_the_ledger(server, tmp_path) -> None:
+    with server.client() as client:
+        client.upload(pixels())
+    files = sorted(server.ledger.parent.glob("ledger.sqlite*"))
+    assert {path.suffix for path in files} >= {".sqlite", ".sqlite-wal", ".sqlite-shm"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    Ledger(tmp_path / "old.sqlite", "one").close()
+    (tmp_path / "old.sqlite").chmod(0o644)  # of an earlier version
+    Ledger(tmp_path / "old.sqlite", "one").close()
+    assert (tmp_path / "old.sqlite").stat().st_mode & 0o777 == 0o600
+
+
+def flip(path: Path, table: str) -> None:
+    """Another bit in the middle of every body."""
+    with sqlite3.connect(path) as ledger:
+        key, *_ = (row[1] for row in ledger.execute(f"pragma table_info({table})"))
+        for name, body in ledger.execute(f"select {key}, body from {table}").fetchall():
+            spoilt = bytearray(body)
+            spoilt[len(spoilt) // 2] ^= 4
+            ledger.execute(f"update {table} set body = ? where {key} = ?", [bytes(spoilt), name])
+    ledger.close()
+
+
+def test_what_has_changed_on_disk_is_noticed_and_not_paid_for_again(tmp_path) -> None:
+    with Server(tmp_path) as server:
+        with server.client(attempts=1) as client:
+            name = client.upload(pixels())
+            first = client.score(**vars(query(name, "flipped")))
+        server.kill(signal.SIGTERM)
+        flip(server.ledger, "answers")
+        server.start()
+        with server.client(attempts=1) as client:
+            again = client.score(**vars(query(name, "flipped")))
+            assert torch.equal(again.logits, first.logits)
+            assert again.replayed  # computed again, and free
+            assert client.usage()["queries"] == 6
+            assert client.score(**vars(query(name, "flipped"))).replayed
+        assert server.log().count("the answer flipped in the ledger is damaged") == 1
+        server.kill(signal.SIGTERM)
+        flip(server.ledger, "points")
+        server.start()
+        with server.client(attempts=1) as client:
+            assert client.score(**vars(query(name, "flipped"))).replayed
+            with pytest.raises(ServiceError, match=r"404.*upload them"):
+                client.score(**vars(query(name, "new", seed=1)))
+            assert client.upload(pixels()) == name
+            assert client.score(**vars(query(name, "new", seed=1))).queries == 6
+    assert "Traceback" not in server.log()
+
+
+def test_a_ledger_without_checksums_gets_them(tmp_path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, "one")
+    ledger.keep([kept("a"), kept("b")], lambda error: None)
+    ledger.close()
+    with sqlite3.connect(path) as old:
+        old.execute("alter table answers drop column checksum")
+    old.close()
+    ledger = Ledger(path, "one")
+    assert ledger.find("a") == kept("a")
+    ledger.close()
+    ledger = Ledger(path, "one")
+    assert ledger.find("b") == kept("b")
+    ledger.close()
+
+
+def test_a_full_ledger_refuses_what_is_new_and_gives_what_it_has(tmp_path) -> None:
+    with Server(tmp_path, "--max-ledger", "1") as server, server.client(attempts=1) as client:
+        name = client.upload(pixels())
+        first = client.score(**vars(query(name, "first")))
+        client.upload(pixels(2000))  # 1.5 megabytes
+        with pytest.raises(ServiceError, match=r"507.*--max-ledger"):
+            client.score(**vars(query(name, "second", seed=1)))
+        with pytest.raises(ServiceError, match=r"507.*--max-ledger"):
+            client.upload(pixels(3))
+        again = client.score(**vars(query(name, "first")))
+        assert again.replayed
+        assert torch.equal(again.logits, first.logits)
+        assert client.usage()["queries"] == 6
+
+
+def test_a_full_disk_is_survived(tmp_path) -> None:
+    """No file of the service may grow any more; then they may again."""
+    resource = pytest.importorskip("resource")
+    if not hasattr(resource, "prlimit"):
+        pytest.skip("this system cannot limit another process")
+    with Server(tmp_path) as server, server.client(attempts=1) as client:
+        name = client.upload(pixels())
+        first = client.score(**vars(query(name, "first")))
+        pid, free = server.process.pid, resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (server.ledger.stat().st_size, free[1]))
+        lines = len(server.log().splitlines())
+        for number in range(3):
+            with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http:
+                asked = query(name, f"full-{number}", seed=1 + number)
+                headers = {"Content-Type": BINARY, "Idempotency-Key": asked.key}
+                answer = http.post("/v1/score", content=asked.body(), headers=headers)
+            assert answer.status_code == 503, answer.text
+            assert answer.headers["retry-after"] == "1"
+            assert client.score(**vars(query(name, "first"))).replayed
+        with pytest.raises(ServiceError, match="503"):
+            client.upload(pixels(5))
+        assert len(server.log().splitlines()) == lines + 1
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, free)
+        assert not client.score(**vars(query(name, "full-0", seed=1))).replayed
+        assert torch.equal(client.score(**vars(query(name, "first"))).logits, first.logits)
+        assert client.usage()["queries"] == 12
+        assert "can be written again" in server.log()
+        assert "Traceback" not in server.log()
+
+
+def test_a_ledger_that_is_no_database_any_more_is_no_crash(tmp_path) -> None:
+    with Server(tmp_path) as server:
+        with server.client(attempts=1) as client:
+            name = client.upload(pixels(2000))
+            client.score(**vars(query(name, "first")))
+        server.kill(signal.SIGTERM)
+        data = bytearray(server.ledger.read_bytes())
+        with sqlite3.connect(server.ledger) as ledger:
+            (page,) = ledger.execute(
+                "select rootpage from sqlite_master where name = 'answers'"
+            ).fetchone()
+            (size,) = ledger.execute("pragma page_size").fetchone()
+        ledger.close()
+        data[(page - 1) * size : page * size] = bytes([255]) * size
+        server.ledger.write_bytes(data)
+        server.start()
+        with server.client(attempts=1) as client:
+            with pytest.raises(ServiceError, match=r"503: the ledger cannot be read"):
+                client.score(**vars(query(name, "first")))
+            assert client.info()["classes"]
+    assert "Traceback" not in server.log()
 
 
 def kept(key: str) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import sys
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from flops.errors import FlopsError
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Serve:
     """Port; 0 for a free one."""
     api_key_env: str | None = None
     """Environment variable with the key that clients have to show."""
+    api_key_file: Path | None = None
+    """File with that key, instead."""
     ledger: Path | None = None
     """File of answers and points; None for one of this model in the state folder."""
     rate: float = 1000.0
@@ -52,17 +53,22 @@ class Serve:
     max_rows: int = 1024
     """Most rows of a request."""
     max_body: int = 32
-    """Most megabytes of a request; uploads of points may have 8 times as many."""
+    """Most megabytes of a request; uploads of points may have 8 times as many, JSON 1."""
     max_queue: int = 1024
     """Most requests that wait; who comes then is told to come back."""
     max_stored: int = 1024
     """Most megabytes of all points together."""
+    max_ledger: int = 16384
+    """Most megabytes of the ledger. When it is full, new requests are refused (507) and repeats are
+    still answered: nothing that was paid for is ever thrown away."""
     max_tokens: int = 16
     """Most prompt tokens, as far as the model allows."""
     text_batch: int = 8
     """Text prompts per batch; every batch is padded to this size."""
     image_batch: int = 32
     """Images per batch; likewise."""
+    timeout: float = 60.0
+    """Seconds for a request to arrive, of which its head may take 10."""
     window: float = 2.0
     """Milliseconds that a request waits for company if it does not fill a batch."""
     threads: int | None = None
@@ -78,12 +84,14 @@ class Serve:
         self._check()
         if self.with_parent:
             threading.Thread(target=_end_with_input, daemon=True).start()
-        key = self._key()
+        from flops.blackbox.credentials import read_key
+
+        key = read_key(self.api_key_env, self.api_key_file)
         setup = self._setup(key)
-        if self.host not in LOCAL and key is None:
+        if not _loopback(self.host) and key is None:
             sys.stderr.write(
                 f"flops: WARNING: listening on {self.host} WITHOUT A KEY: whoever reaches this "
-                f"machine can use the model. Set one with --api-key-env.\n"
+                f"machine can use the model. Set one with --api-key-env or --api-key-file.\n"
             )
         from flops.blackbox.serving import serve
 
@@ -97,23 +105,17 @@ class Serve:
 
     def _check(self) -> None:
         least = {"max_rows": 1, "max_body": 1, "max_queue": 1, "text_batch": 1, "image_batch": 1}
-        least |= {"port": 0, "rate": 0, "window": 0, "max_tokens": 0}
+        least |= {"port": 0, "rate": 0, "window": 0, "max_tokens": 0, "max_ledger": 1}
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 option = "--" + name.replace("_", "-")
                 raise FlopsError(f"{option} must be at least {bound}, got {getattr(self, name)}")
+        if not self.timeout > 0:
+            raise FlopsError(f"--timeout must be positive, got {self.timeout}")
         if self.port > 65535:
             raise FlopsError(f"--port must be at most 65535, got {self.port}")
         if self.threads is not None and self.threads < 1:
             raise FlopsError(f"--threads must be at least 1, got {self.threads}")
-
-    def _key(self) -> str | None:
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env, "")
-        if not key:
-            raise FlopsError(f"the environment variable {self.api_key_env} is not set or empty")
-        return key
 
     def _setup(self, key: str | None) -> Any:
         """Load the model, check the batch sizes, open the ledger."""
@@ -145,6 +147,8 @@ class Serve:
             queue=self.max_queue,
             tokens=self.max_tokens,
             rate=self.rate,
+            patience=self.timeout,
+            ledger=self.max_ledger * 2**20,
         )
         path = self.ledger or _state_folder() / f"{weights[:16]}.sqlite"
         return Setup(
@@ -152,11 +156,12 @@ class Serve:
             weights=weights,
             model=model,
             scorer=scorer,
-            ledger=Ledger(path, weights),
+            ledger=Ledger(path, weights, limits.ledger),
             limits=limits,
             window=self.window / 1000,
             threads=self.threads,
             api_key=key,
+            open_docs=_loopback(self.host),
         )
 
     def _classes(self) -> tuple[str, ...] | None:
@@ -171,6 +176,14 @@ class Serve:
         if not names:
             raise FlopsError(f"--classes names none: {self.classes!r}; separate them with commas")
         return tuple(names)
+
+
+def _loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _end_with_input() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -88,6 +87,8 @@ class Tune:
     """A service elsewhere; None starts one."""
     api_key_env: str | None = None
     """Environment variable with the service's key."""
+    api_key_file: Path | None = None
+    """File with that key, instead."""
     timeout: float = 60.0
     """Seconds to wait for an answer before asking again."""
     concurrency: int = 4
@@ -112,6 +113,10 @@ class Tune:
             require(module, "blackbox")
         if "cma-es" in chosen.methods:  # not after hours
             require("cma", "cma")
+        if chosen.url is not None:
+            from flops.blackbox.client import first_contact
+
+            first_contact(chosen.url, chosen.api_key())
         from flops.blackbox.campaign import Campaign
         from flops.report.tuning import differences, plot, table
 
@@ -147,6 +152,10 @@ class Tune:
         sizes: Sequence[float] = (0.1,) if self.preset == "tiny" else (1e-4,)
         filled = {n: v for n, v in values.items() if getattr(self, n) is None}
         chosen = replace(self, **filled)  # type: ignore[arg-type]
+        if chosen.url is not None:
+            from flops.blackbox.credentials import checked_url
+
+            chosen = replace(chosen, url=checked_url(chosen.url))
         if chosen.step_sizes is None:
             chosen = replace(chosen, step_sizes=tuple(sizes))
         if chosen.methods is None:
@@ -181,10 +190,7 @@ class Tune:
         return chosen
 
     def api_key(self) -> str | None:
-        """From the environment."""
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env, "")
-        if not key:
-            raise FlopsError(f"the environment variable {self.api_key_env} is not set or empty")
-        return key
+        """From the environment or a file."""
+        from flops.blackbox.credentials import read_key
+
+        return read_key(self.api_key_env, self.api_key_file)

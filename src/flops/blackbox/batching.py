@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flops.blackbox.desk import Desk, Letter
-from flops.blackbox.ledger import Answer, Ledger
+from flops.blackbox.ledger import Answer, Ledger, LedgerError
 from flops.blackbox.scoring import Scorer, Task
 from flops.blackbox.wire import WireError, encode
 
@@ -168,6 +168,10 @@ class Batcher:
                 opened = self.desk.open(job.letter)
             except WireError as error:
                 settled.append((job, error, False))
+            except LedgerError as error:
+                log.error("%s", error)
+                unread = WireError("the ledger cannot be read; try again", 503, 1)
+                settled.append((job, unread, False))
             except Exception:
                 log.exception("a request could not be opened")
                 settled.append((job, WireError("the service failed", 500), False))
@@ -181,25 +185,27 @@ class Batcher:
 
     def _keep(self, works: Sequence[tuple[Job, Task]], found: Sequence[Tensor]) -> None:
         """Hand answers to the ledger, and to those who wait when they are kept."""
-        good: list[tuple[Job, Answer]] = []
+        good: list[Outcome] = []
+        answers: list[Answer] = []
         for (job, task), logits in zip(works, found, strict=True):
             if not bool(torch.isfinite(logits).all()):
                 message = "the logits are not finite for these prompts; use smaller ones"
                 self._settle([(job, WireError(message), False)])
                 continue
             letter, body = job.letter, encode({"logits": logits})
-            good.append((job, Answer(letter.key, letter.digest, body, task.units.cost)))
+            answer = Answer(letter.key, letter.digest, body, task.units.cost)
+            answers.append(answer)
+            good.append((job, answer, self.ledger.damaged(letter.key)))  # was paid for before
 
         def done(error: Exception | None) -> None:
             if error is None:
-                self._settle([(job, answer, False) for job, answer in good])
+                self._settle(good)
                 return
-            log.error("the ledger cannot be written: %s", error)
             failed = WireError("the answer could not be kept, so it is not given", 503, 1)
-            self._settle([(job, failed, False) for job, _ in good])
+            self._settle([(job, failed, False) for job, _, _ in good])
 
         if good:
-            self.ledger.keep([answer for _, answer in good], done)
+            self.ledger.keep(answers, done)
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         """Tell those who wait, all at once; from any thread."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -18,12 +19,14 @@ import httpx
 import torch
 from torch import Tensor
 
+from flops.blackbox.credentials import checked_key, checked_url
 from flops.blackbox.requests import KEY, ScoreRequest
-from flops.blackbox.retrying import Retries, Retry, ServiceError, checked
+from flops.blackbox.retrying import AGAIN, Retries, Retry, ServiceError, checked
 from flops.blackbox.wire import BINARY, WireError, decode, digest, encode
 
 T = TypeVar("T")
-__all__ = ["Query", "Scores", "ServiceClient", "ServiceError"]
+CONTACT = 2.5  # seconds for a service to answer when it is first asked
+__all__ = ["Query", "Scores", "ServiceClient", "ServiceError", "first_contact"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +68,8 @@ class ServiceClient:
         attempts: int = 12,
         retries: Retries | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = checked_url(url)
+        api_key = None if api_key is None else checked_key(api_key)
         self.concurrency = concurrency
         self._retries = retries or Retries(attempts)
         self._counts: Counter[str] = Counter()
@@ -227,6 +231,66 @@ class ServiceClient:
     def _count(self, name: str, by: int = 1) -> None:
         with self._counting:
             self._counts[name] += by
+
+
+def first_contact(url: str, api_key: str | None = None) -> None:
+    """Make sure within 3 seconds that a `flops serve` answers there and takes the key.
+
+    Only a service that has answered before is worth waiting for longer.
+
+    Raises:
+        ServiceError: One line that names the option to change.
+    """
+    url = checked_url(url)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {checked_key(api_key)}"}
+    end = time.monotonic() + CONTACT
+    with httpx.Client(headers=headers, trust_env=False) as http:
+        while True:
+            try:
+                response, content = _start_of(http, f"{url}/v1/info", end)
+                problem = _stranger(response, content, url, api_key is not None)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = (
+                    f"no service answers at {url} ({type(error).__name__}): start one with `flops "
+                    "serve`, or give its address with --url"
+                )
+            if problem is None:
+                return
+            if time.monotonic() + 0.6 > end:  # the network may have spoilt the others
+                raise ServiceError(problem)
+            time.sleep(0.2)
+
+
+def _start_of(http: httpx.Client, url: str, end: float) -> tuple[httpx.Response, bytes]:
+    """An answer and its first megabytes: what is no service may send without end."""
+    content, timeout = b"", max(0.1, end - time.monotonic()) / 2  # to connect, and to answer
+    with http.stream("GET", url, timeout=timeout) as response:
+        for piece in response.iter_raw():
+            content += piece
+            if len(content) > 2**22 or time.monotonic() > end:
+                break
+    return response, content
+
+
+def _stranger(response: httpx.Response, content: bytes, url: str, keyed: bool) -> str | None:
+    """Why this is not an answer of a service to us; None if it is."""
+    status = response.status_code
+    if status in (401, 403):
+        shown = "refuses the key" if keyed else "wants a key"
+        option = "give it with --api-key-env or --api-key-file"
+        raise ServiceError(f"the service at {url} {shown} ({status}): {option}")
+    if status in AGAIN and "retry-after" in response.headers:
+        return None  # a service that is busy
+    try:
+        found = json.loads(content) if status == 200 else None
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and {"digest", "limits"} <= found.keys():
+        return None
+    return (
+        f"what answers at {url} is no `flops serve` (status {status} for /v1/info): give the "
+        "address of one with --url"
+    )
 
 
 def _scores(response: httpx.Response, rows: int, key: str) -> Scores:

@@ -49,7 +49,8 @@ class Desk:
 
         Raises:
             WireError: 409 if the key belongs to another body, 404 if there are no such points, 400
-                or 422 if the body does not fit.
+                or 422 if the body does not fit, 507 if the ledger is full.
+            LedgerError: The ledger cannot be read.
         """
         kept = self.ledger.find(letter.key)
         if kept is not None:
@@ -60,6 +61,9 @@ class Desk:
         pixels = self._points(request.points)
         if int(request.rows.max()) >= len(pixels):
             raise WireError(f"rows must be in 0 to {len(pixels) - 1}, the points that are there")
+        full = None if self.ledger.damaged(letter.key) else self.ledger.full()
+        if full is not None:  # before anything is computed
+            raise WireError(full, 507)
         return Task(request, Units.of(request, self.shape.classes), pixels)
 
     def _points(self, name: str) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ class Limits:
     Args:
         rows: Rows of a request.
         body: Bytes of a request to score.
+        json: Bytes of one in JSON, whose objects take many times as much memory.
         upload: Bytes of an upload of points.
         points: Points of an upload.
         stored: Bytes of all uploads together.
@@ -27,10 +30,12 @@ class Limits:
         tokens: Prompt tokens, as far as the model allows.
         rate: Requests per second; 0 for no limit.
         patience: Seconds for a body to arrive.
+        ledger: Bytes of the ledger's file.
     """
 
     rows: int = 1024
     body: int = 32 * 2**20
+    json: int = 2**20
     upload: int = 256 * 2**20
     points: int = 100_000
     stored: int = 2**30
@@ -39,6 +44,7 @@ class Limits:
     tokens: int = 16
     rate: float = 1000.0
     patience: float = 60.0
+    ledger: int = 16 * 2**30
 
 
 @dataclass
@@ -48,10 +54,12 @@ class Rate:
     Args:
         rate: Tokens per second; 0 for no limit.
         clock: Seconds.
+        burst: Most tokens; None for those of a second.
     """
 
     rate: float
     clock: Callable[[], float] = time.monotonic
+    burst: float | None = None
     _tokens: float = field(init=False)
     _last: float = field(init=False)
 
@@ -60,7 +68,7 @@ class Rate:
 
     @property
     def _most(self) -> float:
-        return max(1.0, self.rate)  # a second's worth may come at once
+        return max(1.0, self.rate if self.burst is None else self.burst)
 
     def take(self) -> None:
         """Take a token.
@@ -68,15 +76,68 @@ class Rate:
         Raises:
             WireError: 429, with the seconds until there is one.
         """
+        seconds = self.wait()
+        if seconds:
+            raise WireError(f"more than {self.rate:g} requests per second", 429, seconds)
+        self._tokens -= 1
+
+    def wait(self) -> float:
+        """Seconds until there is a token; 0 if there is one."""
         if not self.rate:
-            return
+            self._tokens = self._most
+            return 0.0
         now = self.clock()
         self._tokens = min(self._most, self._tokens + (now - self._last) * self.rate)
         self._last = now
-        if self._tokens < 1:
-            seconds = (1 - self._tokens) / self.rate
-            raise WireError(f"more than {self.rate:g} requests per second", 429, seconds)
-        self._tokens -= 1
+        return 0.0 if self._tokens >= 1 else (1 - self._tokens) / self.rate
+
+
+class Guesses:
+    """Limits wrong keys for each address, or nobody's key would be safe from being guessed.
+
+    Whoever has used up the guesses is sent away before the key is looked at; a right key waits too,
+    since it would be known by being let in. Right keys cost nothing.
+
+    Args:
+        rate: Wrong keys per second and address.
+        burst: Wrong keys that may come at once.
+        addresses: Most that are remembered; the oldest is forgotten.
+    """
+
+    def __init__(self, rate: float = 5.0, burst: float = 40.0, addresses: int = 4096) -> None:
+        self._rate, self._burst, self._most = rate, burst, addresses
+        self._found: OrderedDict[str, Rate] = OrderedDict()
+
+    def check(self, address: str) -> None:
+        """Before a key is looked at.
+
+        Raises:
+            WireError: 429, with the seconds to wait.
+        """
+        bucket = self._found.get(_network(address))
+        seconds = bucket.wait() if bucket is not None else 0.0
+        if seconds:
+            raise WireError("too many wrong keys from this address", 429, seconds)
+
+    def count(self, address: str) -> None:
+        """A key was wrong."""
+        name = _network(address)
+        bucket = self._found.setdefault(name, Rate(self._rate, burst=self._burst))
+        self._found.move_to_end(name)
+        bucket.take()
+        if len(self._found) > self._most:
+            self._found.popitem(last=False)
+
+
+def _network(address: str) -> str:
+    """The /64 of an IPv6 address, which belongs to one customer; an IPv4 address as it is."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4 or parsed.ipv4_mapped:
+        return str(parsed)
+    return str(ipaddress.ip_network(f"{parsed}/64", strict=False))
 
 
 class Bodies:

@@ -63,6 +63,7 @@ class LocalService:
         self._ledger.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "flops", "serve", "--json", "--rate", "0"]
         command += ["--with-parent"]  # else it outlives a killed tuner, and keeps the ledger locked
+        command += ["--max-ledger", str(2**20)]  # a terabyte: its disk is the user's own
         command += ["--port", str(self._port), "--ledger", str(self._ledger), *self._options]
         log = self._ledger.with_suffix(".log")
         with log.open("a", encoding="utf-8") as errors:

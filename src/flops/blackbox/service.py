@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -23,15 +24,19 @@ from typing import Annotated, Any
 import torch
 from fastapi import APIRouter, FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from flops.blackbox import wire
+from flops.blackbox.ledger import LedgerError
 from flops.blackbox.limits import retry_after
 from flops.blackbox.requests import KEY, ScoreBody, answer_json
-from flops.blackbox.state import Setup, State
+from flops.blackbox.state import LARGE, Setup, State
 from flops.blackbox.wire import BINARY, JSON, WireError
 
+log = logging.getLogger("flops.serve")
 Digest = Annotated[
     str, Path(pattern="^[0-9a-f]{64}$", description="SHA-256 of the body, in hexadecimal")
 ]
@@ -64,6 +69,7 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
         422: "Shapes, types or values do not fit",
         429: "Too many requests; see Retry-After",
         503: "The answer could not be kept; try again",
+        507: "The ledger is full; what it holds is still given",
     }
     return {
         status: {"description": meanings[status], "content": {JSON: {"schema": ERROR}}}
@@ -79,16 +85,19 @@ router = APIRouter(prefix="/v1")
 
 
 def admit(request: Request) -> State:
-    """Check the key in constant time, then the rate.
+    """Check the rate of wrong keys, the key in constant time, then the rate of requests.
 
     Raises:
         WireError: 401 or 429.
     """
     state: State = request.app.state.service
     if state.setup.api_key is not None:
+        address = request.client.host if request.client else ""
+        state.guesses.check(address)
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         marks = (hashlib.sha256(text.encode()).digest() for text in (shown, state.setup.api_key))
         if not hmac.compare_digest(*marks) or scheme.lower() != "bearer":
+            state.guesses.count(address)
             raise WireError("send the API key as Authorization: Bearer KEY", 401)
     state.rate.take()
     return state
@@ -128,7 +137,7 @@ async def metrics(request: Request) -> str:
     responses={
         200: {"description": "They were there already"},
         201: {"description": "They are kept"},
-        **_refusals(400, 401, 408, 413, 415, 422, 429, 503),
+        **_refusals(400, 401, 408, 413, 415, 422, 429, 503, 507),
     },
     openapi_extra={"requestBody": POINTS_BODY, **SECURED},
 )
@@ -150,7 +159,7 @@ async def upload(digest: Digest, request: Request) -> Response:
             "description": "Logits (Q, C), in the content type of the request",
             "content": {BINARY: {"schema": BYTES}, JSON: {"schema": {"type": "object"}}},
         },
-        **_refusals(400, 401, 404, 408, 409, 413, 415, 422, 429, 503),
+        **_refusals(400, 401, 404, 408, 409, 413, 415, 422, 429, 503, 507),
     },
     openapi_extra={"requestBody": SCORE_BODY, "parameters": [KEY_HEADER], **SECURED},
 )
@@ -161,7 +170,9 @@ async def score(request: Request) -> Response:
     if not KEY.fullmatch(key):
         raise WireError("the header Idempotency-Key must be 1 to 128 letters, digits or _ . : -")
     as_json = _content(request, BINARY, JSON) == JSON
-    announced, most = request.headers.get("content-length"), state.setup.limits.body
+    limits = state.setup.limits
+    announced = request.headers.get("content-length")
+    most = min(limits.body, limits.json) if as_json else limits.body
     async with state.bodies.read(request.stream(), announced, most) as body:
         answer, replayed = await state.answer(key, body, as_json)
     headers = {
@@ -172,10 +183,36 @@ async def score(request: Request) -> Response:
         "X-Flops-Replayed": str(replayed).lower(),
     }
     if as_json:
-        logits = wire.decode(bytearray(answer.body), {"logits": torch.float32})[0]["logits"]
-        return JSONResponse(answer_json(logits, answer.cost, replayed), headers=headers)
+
+        def written() -> Response:
+            logits = wire.decode(bytearray(answer.body), {"logits": torch.float32})[0]["logits"]
+            return JSONResponse(answer_json(logits, answer.cost, replayed), headers=headers)
+
+        return written() if len(answer.body) < LARGE else await state.in_thread(written)
     headers["X-Flops-Digest"] = wire.digest(answer.body)
     return Response(answer.body, media_type=BINARY, headers=headers)
+
+
+pages = APIRouter(include_in_schema=False)
+
+
+@pages.get("/openapi.json")
+async def schema(request: Request) -> JSONResponse:
+    """The schema of the requests."""
+    _admit_reader(request)
+    return JSONResponse(request.app.openapi())
+
+
+@pages.get("/docs")
+async def docs(request: Request) -> Response:
+    """The schema as a page."""
+    _admit_reader(request)
+    return get_swagger_ui_html(openapi_url="/openapi.json", title=request.app.title)
+
+
+def _admit_reader(request: Request) -> None:
+    if not request.app.state.service.setup.open_docs:
+        admit(request)
 
 
 def create_app(setup: Setup) -> FastAPI:
@@ -196,8 +233,12 @@ def create_app(setup: Setup) -> FastAPI:
         version="1",
         description="Logits of a frozen model for prompts. It never returns weights or gradients.",
         lifespan=lifespan,
+        openapi_url=None,  # routes of our own, which want the key unless this machine asks
+        docs_url=None,
+        redoc_url=None,
     )
     app.include_router(router)
+    app.include_router(pages)
     described = app.openapi()
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     described.setdefault("components", {})["securitySchemes"] = schemes
@@ -225,6 +266,17 @@ def _handlers(app: FastAPI) -> None:
         if error.status in (408, 413):
             headers["Connection"] = "close"  # the rest of the body is not read
         return JSONResponse({"error": str(error)}, error.status, headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, _: ClientDisconnect) -> JSONResponse:
+        log.warning("%s %s: the client went away", request.method, request.url.path[:100])
+        return JSONResponse({"error": "the body was not complete"}, 400)  # nobody reads it
+
+    @app.exception_handler(LedgerError)
+    async def unreadable(_: Request, error: LedgerError) -> JSONResponse:
+        log.error("%s", error)
+        message = {"error": "the ledger cannot be read; try again"}
+        return JSONResponse(message, 503, {"Retry-After": "1"})
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

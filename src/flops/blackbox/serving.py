@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import socket
 from collections.abc import Callable
-from typing import Literal
 
 import uvicorn
 
+from flops.blackbox.guarding import guarded
 from flops.blackbox.service import create_app
 from flops.blackbox.state import Setup
 from flops.errors import FlopsError
+
+CONNECTIONS = 2048
+HEAD_SECONDS = 10.0
+RESERVE = 192  # descriptors for the ledger, the model and connections that are being accepted
 
 
 class _Server(uvicorn.Server):
@@ -52,7 +55,8 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
     url = f"http://{shown}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
         create_app(setup),
-        http=_protocol(),
+        http=guarded(min(HEAD_SECONDS, setup.limits.patience), _connections()),
+        backlog=128,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -70,10 +74,17 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
         listener.close()
 
 
-def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
-    """The fast parser of HTTP if it is installed; the other one bounds heads by itself."""
+def _connections() -> int:
+    """How many connections may be open; raises the limit of file descriptors as far as allowed."""
     try:
-        from flops.blackbox.guarding import GuardedProtocol
-    except ImportError:
-        return "h11"
-    return GuardedProtocol
+        import resource
+    except ImportError:  # no such limit on this system
+        return CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS + RESERVE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return CONNECTIONS
+    return max(16, min(CONNECTIONS, soft - RESERVE))

@@ -12,7 +12,7 @@ from flops.blackbox import metrics
 from flops.blackbox.batching import Batcher
 from flops.blackbox.desk import Desk, Letter, taken
 from flops.blackbox.ledger import Answer, Ledger
-from flops.blackbox.limits import Bodies, Limits, Rate
+from flops.blackbox.limits import Bodies, Guesses, Limits, Rate
 from flops.blackbox.requests import Shape, read_points
 from flops.blackbox.scoring import Prompted, Scorer
 from flops.blackbox.wire import WireError, digest
@@ -34,6 +34,7 @@ class Setup:
         window: Seconds that a lone request waits for company.
         threads: Of torch; None for its own choice.
         api_key: What clients have to show; None for nothing.
+        open_docs: Whether /docs and /openapi.json are shown without the key.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Setup:
     window: float = 0.002
     threads: int | None = None
     api_key: str | None = None
+    open_docs: bool = True
 
     @property
     def shape(self) -> Shape:
@@ -77,6 +79,7 @@ class State:
         self.setup = setup
         self.shape = setup.shape
         self.rate = Rate(limits.rate)
+        self.guesses = Guesses()
         self.bodies = Bodies(limits.memory, limits.patience)
         self.requests = metrics.Requests()
         desk = Desk(setup.ledger, self.shape, setup.model.channels, limits.memory)
@@ -94,7 +97,7 @@ class State:
         Raises:
             WireError: 409 if the key belongs to another body; and as `Batcher.score`.
         """
-        mark = await self._in_thread(digest, body) if len(body) > LARGE else _digest(body)
+        mark = await self.in_thread(digest, body) if len(body) > LARGE else _digest(body)
         flight, fresh = self._flights.get(key), False
         if flight is None:
             fresh = True
@@ -116,12 +119,14 @@ class State:
         Raises:
             WireError: The digest is not that of the body, or the points do not fit.
         """
-        if await self._in_thread(digest, body) != name:
+        if await self.in_thread(digest, body) != name:
             raise WireError("the digest in the address is not the SHA-256 of the body")
         read_points(body, self.shape, self.setup.model.channels)
-        if await self._in_thread(self.setup.ledger.has_points, name):
+        if await self.in_thread(self.setup.ledger.has_points, name):
             return False
-        stored = await self._in_thread(self.setup.ledger.stored)
+        if (full := self.setup.ledger.full()) is not None:
+            raise WireError(full, 507)
+        stored = await self.in_thread(self.setup.ledger.stored)
         if stored + len(body) > self.setup.limits.stored:
             raise WireError(
                 f"{stored} bytes of points are stored and {self.setup.limits.stored} may be", 413
@@ -155,6 +160,7 @@ class State:
                 "texts": shape.texts,
                 "points": shape.points,
                 "body_bytes": limits.body,
+                "json_bytes": min(limits.body, limits.json),
                 "upload_bytes": limits.upload,
                 "queued_requests": limits.queue,
                 "requests_per_second": limits.rate,
@@ -185,7 +191,7 @@ class State:
 
     async def usage(self) -> dict[str, int]:
         """Totals of the ledger."""
-        found: dict[str, int] = await self._in_thread(self.setup.ledger.usage)
+        found: dict[str, int] = await self.in_thread(self.setup.ledger.usage)
         return found
 
     def close(self) -> None:
@@ -199,7 +205,8 @@ class State:
         if not task.cancelled():
             task.exception()  # seen, also if nobody waits any more
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+    async def in_thread(self, function: Any, *arguments: Any) -> Any:
+        """The result of a function that takes a while, computed beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._reader, function, *arguments)
 
