@@ -585,7 +585,7 @@ def test_an_unreachable_hub_says_what_works(monkeypatch):
 
 def test_without_datasets_the_advice_is_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"needs datasets.*flops-torch\[data\]"):
+    with pytest.raises(ImportError, match=r"needs datasets.*pip install .*\[data\]"):
         load("cifar10", GREY)
 
 

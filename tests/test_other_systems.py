@@ -49,6 +49,7 @@ def without_encoding(path: Path) -> Iterator[str]:
         binary = any(isinstance(v, str) and "b" in v and len(v) <= 3 for v in values)
         builtin = isinstance(called, ast.Name) or ast.unparse(called).endswith("path.open")
         text = name in ("read_text", "write_text") and not {"utf-8", "ascii"} & set(values)
+        text &= "metadata.distribution" not in ast.unparse(called)  # always UTF-8
         text |= name == "open" and builtin and not binary
         text |= name in ("run", "Popen", "check_output") and bool(
             {"text", "universal_newlines"} & given

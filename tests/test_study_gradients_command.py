@@ -128,7 +128,7 @@ def test_the_command_writes_everything_and_resumes(
     monkeypatch.setattr(gradients, "measure_thirds", refuse)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # tables come without it as well
     main(command)
-    assert "no figure was drawn: plots need matplotlib" in capsys.readouterr().out
+    assert "no figure was drawn: this needs matplotlib" in capsys.readouterr().out
     assert {p: p.read_bytes() for p in kept} == kept
 
 
