@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.progress import track
 
-from flops.align_command import AlignConfig
-from flops.report.alignment import AlignedRun, plot_aligned, read_run
-from flops.runs import is_run
-from flops.training import train
+from flops.cli.align import AlignConfig
+from flops.tasks.alignment.figures import AlignedRun, plot_aligned, read_run
+from flops.training.loop import train
+from flops.training.run_directory import is_run
 
 METHODS = ("bp", "shaped-lr", "ops-lr", "lr", "ops-spsa")
 CONTROLS = ("bp", "shaped-lr")

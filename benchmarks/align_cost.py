@@ -22,9 +22,9 @@ from rich.progress import track
 
 from benchmarks.memory import ENVIRONMENT, peak
 from benchmarks.timing import interleaved, median_and_spread, ratios
-from flops.align_command import AlignConfig, preset
-from flops.settings import merged
-from flops.trainer import Trainer
+from flops.cli.align import AlignConfig, preset
+from flops.training.config import merged
+from flops.training.trainer import Trainer
 
 METHODS = ("bp", "lr", "ops-lr", "shaped-lr", "ops-spsa")
 REPEATS = 60

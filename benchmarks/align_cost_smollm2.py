@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import align_cost
-from flops.tasks.alignment_models import smollm2_file
+from flops.tasks.alignment.models import smollm2_file
 
 REPEATS = 3
 

@@ -14,10 +14,10 @@ from typing import Any
 from rich.progress import track
 
 from flops import ForwardGradient, Group, LikelihoodRatio
-from flops.align_command import AlignConfig
-from flops.noise import Kind
-from flops.tasks.alignment import losses_as_they_are
-from flops.trainer import Trainer
+from flops.cli.align import AlignConfig
+from flops.perturb.random import Kind
+from flops.tasks.alignment.adapter import losses_as_they_are
+from flops.training.trainer import Trainer
 
 QUERIES = (20, 60, 64, 200)
 KINDS: tuple[Kind, ...] = ("gaussian", "orthogonal")

@@ -22,8 +22,8 @@ from benchmarks.quality import QUERIES, finetuned, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman, Signal, Traces
 from flops.allocators.objective import feasible, integer_optimum, objective
-from flops.tasks.vision import Split, digits
-from flops.trace import traces_of
+from flops.estimators.variance import traces_of
+from flops.tasks.classification.bundled import Split, digits
 
 STAGES = {"early": 20, "middle": 60, "late": 150}
 SIZES = (16, 64, 256)

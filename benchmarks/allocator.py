@@ -13,7 +13,7 @@ import torch
 from benchmarks.quality import BATCH, finetuned, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio
 from flops.allocators import Bernoulli, Gaussian, Neyman, Signal, Traces
-from flops.tasks.vision import digits
+from flops.tasks.classification.bundled import digits
 
 STEPS = 40
 ALLOCATORS: dict[str, Callable[[], Any]] = {

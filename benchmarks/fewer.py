@@ -17,8 +17,8 @@ from rich.progress import track
 
 from benchmarks import quality
 from benchmarks.quality import batch, loss_fn, spread
-from flops.methods import Method, engine
-from flops.tasks.vision import Splits, accuracy, bundled_vit, digits
+from flops.tasks.classification.bundled import Splits, accuracy, bundled_vit, digits
+from flops.training.methods import Method, engine
 
 QUERIES = (5, 10, 20, 40)
 PASSES, SEEDS, RATE = 1000, 2, 1e-3

@@ -17,7 +17,7 @@ from benchmarks.allocation import SEEDS, STAGES, batch
 from benchmarks.quality import BATCH, finetuned, gradient, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
-from flops.tasks.vision import Split, digits
+from flops.tasks.classification.bundled import Split, digits
 
 WARM = 12
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.timing import median_and_spread
 from flops import ForwardGradient, Group, LikelihoodRatio, mezo
-from flops.tasks.vision import logits
+from flops.tasks.classification.bundled import logits
 
 BATCH, CHUNK = 32, 128
 PIXELS, PATCH, CHANNELS, LAYERS = 64, 8, 192, 12

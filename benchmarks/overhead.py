@@ -26,8 +26,8 @@ from benchmarks.quality import BATCH, loss_fn
 from benchmarks.timing import interleaved, median_and_spread, ratios
 from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, mezo
 from flops.estimators import Estimator
-from flops.meters import WorkMeter
-from flops.tasks.vision import IMAGE_SIZE, bundled_vit, digits
+from flops.passes.flop_count import WorkMeter
+from flops.tasks.classification.bundled import IMAGE_SIZE, bundled_vit, digits
 
 REPEATS = 9
 WARM = 9  # the first eight steps of block and stage targets measure their Jacobians once more

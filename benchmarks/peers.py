@@ -28,7 +28,7 @@ from benchmarks.rivals import PlainMezo, Step, gradient, rivals, trained
 from benchmarks.timing import median_and_spread
 from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, Shaping, mezo
 from flops.allocators import Gaussian
-from flops.tasks.vision import Split, digits
+from flops.tasks.classification.bundled import Split, digits
 
 PASSES, SEEDS, WARM, DRIFT = 32, 5, 12, 100
 

@@ -30,9 +30,9 @@ from flops import LikelihoodRatio, Shaping
 from flops.allocators import Equal, Gaussian
 from flops.blackbox.objective import Question
 from flops.blackbox.tuner import Tuner
-from flops.tasks.clip import PromptedClip
-from flops.tasks.few import few_shots
-from flops.tasks.prompt import LocalObjective, PromptSpace, outputs_of
+from flops.tasks.data.few_shot import few_shots
+from flops.tasks.models.clip import PromptedClip
+from flops.tasks.prompts.prompt import LocalObjective, PromptSpace, outputs_of
 
 EPOCHS, BATCH, RATE, SIGMA = 14, 64, 0.1, 0.01
 LAG, TOP = 8, 15

@@ -23,8 +23,8 @@ from flops import SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Equal, Gaussian, Neyman
 from flops.estimators import Estimator
 from flops.estimators.likelihood_ratio import Targets
-from flops.studies import starts
-from flops.tasks.vision import Split, bundled_vit, digits, logits
+from flops.experiments import starts
+from flops.tasks.classification.bundled import Split, bundled_vit, digits, logits
 
 QUERIES = 20
 BATCH = 64

@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.quality import BATCH, finetuned, loss_fn
 from benchmarks.scaling import METHODS
 from flops import ForwardGradient
-from flops.distributed import Team
-from flops.tasks.vision import digits
+from flops.engine.collectives import Team
+from flops.tasks.classification.bundled import digits
 
 LATENCY = 50e-6  # seconds, of a data centre's Ethernet through sockets
 BANDWIDTH = 1.25e9  # bytes per second: 10 Gbit/s

@@ -25,7 +25,7 @@ from flops.allocators import Gaussian
 from flops.allocators.base import Allocator
 from flops.allocators.equal import Equal
 from flops.estimators import mezo
-from flops.tasks.vision import digits
+from flops.tasks.classification.bundled import digits
 
 WARM, STEPS, REPEATS = 9, 6, 3  # block and stage targets measure Jacobians in the first 8
 SETUPS = {"1 process": (1, 1), "2 processes": (2, 1), "2 threads": (1, 2)}

@@ -29,10 +29,10 @@ import httpx
 import torch
 
 from benchmarks.timing import ratios
-from flops.blackbox.requests import ScoreRequest
-from flops.blackbox.wire import BINARY, decode, digest, encode
-from flops.tasks.clip import PromptedClip
-from flops.tasks.shots import fashion_shots
+from flops.serve.codec import BINARY, decode, digest, encode
+from flops.serve.schema import ScoreRequest
+from flops.tasks.data.fashion import fashion_shots
+from flops.tasks.models.clip import PromptedClip
 
 CLIENTS, SECONDS, ROWS, TOKENS = 64, 60.0, 16, 4
 TURNS = 4  # of the service and the model alone, so that other load meets both

@@ -19,7 +19,7 @@ from benchmarks.allocation import batch
 from benchmarks.quality import BATCH, finetuned, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian
-from flops.tasks.vision import digits
+from flops.tasks.classification.bundled import digits
 
 WARM, STEPS, REPEATS = 10, 30, 3
 

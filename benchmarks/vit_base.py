@@ -18,10 +18,10 @@ BATCH, QUERIES = 2, 2
 CHILD = """
 import json, sys, time, warnings
 import torch, torch.nn.functional as F
-from flops.methods import PRESETS, Method, engine
-from flops.tasks.models import load_model
-from flops.tasks.vision import logits
-from flops.training import peak_memory
+from flops.training.methods import PRESETS, Method, engine
+from flops.tasks.classification.models import load_model
+from flops.tasks.classification.bundled import logits
+from flops.training.loop import peak_memory
 warnings.simplefilter("ignore")
 name, batch, queries = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 preset = PRESETS["vit-base"]

@@ -14,7 +14,7 @@ import torch
 from flops import SPSA
 from flops.allocators import Neyman
 from flops.blackbox import Question, Tuner
-from flops.blackbox.answering import Answering
+from flops.blackbox.evaluator import Answering
 from flops.blackbox.journal import Answer, Journal
 
 URL = sys.argv[1] if sys.argv[1:] else "http://127.0.0.1:8765"

@@ -10,8 +10,8 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from flops.tasks import vision
-from flops.tasks.shots import CLASSES
+from flops.tasks.classification import bundled as vision
+from flops.tasks.data.fashion import CLASSES
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 VOCABULARY = 768  # at most; 256 bytes, and merges until the captions' words are whole

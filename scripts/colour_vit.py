@@ -15,9 +15,9 @@ import torch
 from transformers import ViTForImageClassification
 from transformers.utils import logging
 
-from flops.classifying import preprocessor
-from flops.tasks import vision
-from flops.tasks.pixels import ImageFormat
+from flops.tasks.classification import bundled as vision
+from flops.tasks.classification.task import preprocessor
+from flops.tasks.data.pixels import ImageFormat
 
 GREY = (0.299, 0.587, 0.114)
 FORMAT = ImageFormat(vision.IMAGE_SIZE, 3, (vision.IMAGE_MEAN,) * 3, (vision.IMAGE_STD,) * 3)

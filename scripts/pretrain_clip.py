@@ -23,8 +23,8 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
-from flops.tasks import vision
-from flops.tasks.shots import CLASSES
+from flops.tasks.classification import bundled as vision
+from flops.tasks.data.fashion import CLASSES
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-clip"
 SHOTS = 16  # a class, the first of train and of validation: they ship with the package, unseen here

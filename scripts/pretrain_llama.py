@@ -20,8 +20,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flops.tasks.captions import INSTRUCTION, TEMPLATES, noun
-from flops.tasks.images import FASHION_CLASSES
+from flops.tasks.data.captions import INSTRUCTION, TEMPLATES, noun
+from flops.tasks.data.images import FASHION_CLASSES
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-llama"
 # Things beside the garments of Fashion-MNIST, so that the model does not speak of ten classes only.

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from flops.tasks import vision
+from flops.tasks.classification import bundled as vision
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-vit"
 CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"]

@@ -117,9 +117,9 @@ def estimate() -> None:
 
 def train(folder: Path) -> None:
     """A run that is stopped is continued; its checkpoints replace each other."""
-    from flops.options import Config
-    from flops.runs import new_folder
-    from flops.training import train
+    from flops.tasks.classification.config import Config
+    from flops.training.loop import train
+    from flops.training.run_directory import new_folder
 
     config = Config(limit=48, batch=16, queries=2, epochs=2, checkpoint_steps=1)
     output = new_folder(Config(data="hub:name", seed=1), folder)
@@ -132,8 +132,8 @@ def train(folder: Path) -> None:
 
 def keep_cells(folder: Path) -> None:
     """Results of a study are written, replaced and read."""
-    from flops.studies.cells import Cell
-    from flops.studies.starts import Start
+    from flops.experiments.cells import Cell
+    from flops.experiments.starts import Start
 
     cell = Cell("part", len, Start(model="random:vit-base", data='a/b:"c"?', steps=0))
     for found in (1, 2):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flops import ForwardGradient, Shared
 from flops.estimators.parameter_noise import _layout
-from flops.noise import NoiseStream, fill, words
+from flops.perturb.random import NoiseStream, fill, words
 
 Run = Callable[[int], Tensor]
 

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flops.options import Config, from_dict
-from flops.runs import is_run
-from flops.tasks.optional import require
-from flops.training import train
+from flops.optional import require
+from flops.tasks.classification.config import Config, from_dict
+from flops.training.loop import train
+from flops.training.run_directory import is_run
 
 
 def reached(moment: str, folder: Path) -> Callable[[], bool]:

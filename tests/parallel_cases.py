@@ -28,7 +28,7 @@ from flops import (
 )
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator
-from flops.distributed import Team
+from flops.engine.collectives import Team
 from flops.estimators import mezo
 
 STEPS = 8

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flops.blackbox.client import Query, ServiceClient
+from flops.serve.client import Query, ServiceClient
 
 TEXT = IMAGE = 64  # widths of the bundled model
 

@@ -9,14 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from flops import ForwardGradient, Group, LikelihoodRatio
-from flops.align_command import AlignConfig
-from flops.tasks.alignment import AlignmentModel, losses_as_they_are
-from flops.tasks.alignment_models import Language, load_encoder, load_language
-from flops.tasks.alignment_task import Alignment
-from flops.tasks.captions import EXAMPLES, INSTRUCTION, TEMPLATES, class_captions, noun, shown_how
-from flops.tasks.images import FASHION_CLASSES
-from flops.tasks.shots import CLASSES
-from flops.trainer import Trainer
+from flops.cli.align import AlignConfig
+from flops.tasks.alignment.adapter import AlignmentModel, losses_as_they_are
+from flops.tasks.alignment.models import Language, load_encoder, load_language
+from flops.tasks.alignment.task import Alignment
+from flops.tasks.data.captions import (
+    EXAMPLES,
+    INSTRUCTION,
+    TEMPLATES,
+    class_captions,
+    noun,
+    shown_how,
+)
+from flops.tasks.data.fashion import CLASSES
+from flops.tasks.data.images import FASHION_CLASSES
+from flops.training.trainer import Trainer
 
 WIDTH = 64
 

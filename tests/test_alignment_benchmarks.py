@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import align, align_cost, align_gradient
-from flops.align_command import AlignConfig
-from flops.report.alignment import AlignedRun, read_run
+from flops.cli.align import AlignConfig
+from flops.tasks.alignment.figures import AlignedRun, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 

@@ -13,13 +13,13 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from flops.align_command import PRESETS, AlignConfig, AlignMethod, AlignPreset, preset
-from flops.cli import main
+from flops.cli.align import PRESETS, AlignConfig, AlignMethod, AlignPreset, preset
+from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.options import ConfigError
-from flops.settings import merged
-from flops.tasks.alignment_models import load_encoder, load_language
-from flops.training import Silence, train
+from flops.tasks.alignment.models import load_encoder, load_language
+from flops.tasks.classification.config import ConfigError
+from flops.training.config import merged
+from flops.training.loop import Silence, train
 
 SMALL = AlignConfig(
     limit=20, batch=32, queries=4, epochs=2, checkpoint_steps=2, checkpoint_seconds=None, samples=2
@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_keeps_the_adapter_alone(tmp_path:
 
 
 def test_a_cosine_ends_at_nothing() -> None:
-    from flops.trainer import Trainer
+    from flops.training.trainer import Trainer
 
     trainer, rates = Trainer(small(method="bp", learning_rate=1.0)), []
     for _ in range(8):

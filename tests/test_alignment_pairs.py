@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from flops.align_command import AlignConfig
+from flops.cli.align import AlignConfig
 from flops.errors import FlopsError
-from flops.tasks.captions import TEMPLATES
-from flops.tasks.images import BUNDLED_FORMAT
-from flops.tasks.pairs import CHOICES, load_pairs
+from flops.tasks.data.captions import TEMPLATES
+from flops.tasks.data.images import BUNDLED_FORMAT
+from flops.tasks.data.pairs import CHOICES, load_pairs
 
 WORDS = ("cat", "dog", "bird", "fish", "cup", "book", "lamp", "ball", "hat", "tie")
 TEXTS = [f"a {word} on a table" for word in WORDS]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import align, align_cost, align_gradient
-from flops.align_command import AlignConfig, preset
-from flops.settings import merged
-from flops.tasks.alignment_models import smollm2_file
-from flops.training import train
+from flops.cli.align import AlignConfig, preset
+from flops.tasks.alignment.models import smollm2_file
+from flops.training.config import merged
+from flops.training.loop import train
 
 pytestmark = pytest.mark.slow
 CHANCE = 0.1  # of ten classes

@@ -20,8 +20,8 @@ from flops import (
     NonFiniteLossError,
     QueryError,
 )
-from flops.allocation import total_budgets
 from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman, Signal
+from flops.engine.allocation import total_budgets
 from tests.conftest import flat, gradients
 
 SIZE, QUERIES = 8, 10

@@ -21,8 +21,8 @@ from flops.allocators import Bernoulli, Equal, Gaussian, Learner, Neyman, Signal
 from flops.allocators import gaussian as gaussians
 from flops.allocators.neyman import measure, split_budgets
 from flops.allocators.objective import feasible, integer_optimum, objective
+from flops.engine.rows import round_counts
 from flops.errors import QueryError
-from flops.plan import round_counts
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "equal": Equal,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flops.errors import FlopsError
-from flops.studies.attacks import fgsm, i_fgsm, mi_fgsm
-from flops.tasks.images import BUNDLED_FORMAT
-from flops.tasks.vision import bundled_vit, digits
+from flops.experiments.attacks import fgsm, i_fgsm, mi_fgsm
+from flops.tasks.classification.bundled import bundled_vit, digits
+from flops.tasks.data.images import BUNDLED_FORMAT
 
 BOUND = 8 / 255
 ATTACKS: dict[str, Callable[..., Tensor]] = {"fgsm": fgsm, "i-fgsm": i_fgsm, "mi-fgsm": mi_fgsm}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import BatchError, ForwardGradient, Group, LikelihoodRatio, Shared
-from flops.batch import Batch
+from flops.passes.batch import Batch
 from tests.conftest import flat, gradients, squared
 
 ROWS = torch.tensor([2, 0, 2])

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flops import results
-from flops.align_command import AlignConfig
-from flops.cli import main
+from flops.cli.align import AlignConfig
+from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.options import Config
-from flops.report.alignment import read_run as read_aligned
-from flops.report.allocated import plot_allocation
+from flops.experiments.cells import Cell, run_cells
+from flops.experiments.robustness_runs import read_run
+from flops.experiments.starts import Start, load_start
+from flops.report.allocation import plot_allocation
 from flops.report.curves import plot_curves, read_metrics
-from flops.studies.cells import Cell, run_cells
-from flops.studies.robustness_runs import read_run
-from flops.studies.starts import Start, load_start
-from flops.tasks.folders import read_folder
-from flops.tasks.images import load
-from flops.training import Silence, train
+from flops.tasks.alignment.figures import read_run as read_aligned
+from flops.tasks.classification.config import Config
+from flops.tasks.data.folders import read_folder
+from flops.tasks.data.images import load
+from flops.training import results
+from flops.training.loop import Silence, train
 
 DEEP = b"[" * 100_000
 NOT_JSON = {"empty": b"", "cut": b'{"a"', "deep": DEEP, "bytes": b"\xff\xfe", "list": b"[1]"}

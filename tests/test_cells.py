@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 from flops.errors import FlopsError
-from flops.report.metrics import interval, paired, t_quantile
-from flops.report.sheet import Sheet
-from flops.studies.cells import Cell, run_cells
-from flops.training import peak_memory
+from flops.experiments.cells import Cell, run_cells
+from flops.report.intervals import interval, paired, t_quantile
+from flops.report.table import Sheet
+from flops.training.loop import peak_memory
 
 QUIET = Console(quiet=True)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flops import checkpoints
-from flops.checkpoints import CheckpointError
-from flops.trees import decode, encode
+from flops.training import checkpoint as checkpoints
+from flops.training.checkpoint import CheckpointError
+from flops.training.trees import decode, encode
 
 
 def same(a, b) -> bool:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from flops import ForwardGradient, Group, LikelihoodRatio, chunking
+from flops import ForwardGradient, Group, LikelihoodRatio
+from flops.passes import memory as chunking
 from tests.conftest import flat, gradients, squared
 
 

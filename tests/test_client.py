@@ -17,12 +17,12 @@ from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, Thread
 import pytest
 import torch
 
-from flops.blackbox.client import ServiceClient, first_contact
-from flops.blackbox.credentials import read_key
-from flops.blackbox.retrying import Retries, ServiceError, seconds
-from flops.blackbox.wire import digest, encode
-from flops.cli import main
+from flops.cli.main import main
 from flops.errors import FlopsError
+from flops.serve.client import ServiceClient, first_contact
+from flops.serve.codec import digest, encode
+from flops.serve.credentials import read_key
+from flops.serve.retry import Retries, ServiceError, seconds
 from tests.faulty_proxy import FAULTS
 from tests.serving import Server, faulty, pixels, query, until
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flops.cli import main
+from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.tasks import vision
-from flops.tasks.clip import ClipError, PromptedClip
-from flops.tasks.shots import CLASSES, fashion_shots
+from flops.tasks.classification import bundled as vision
+from flops.tasks.data.fashion import CLASSES, fashion_shots
+from flops.tasks.models.clip import ClipError, PromptedClip
 
 transformers = pytest.importorskip("transformers")
 

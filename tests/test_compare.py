@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flops.cli import main
-from flops.compare import cost_of_epochs
-from flops.methods import MethodName
-from flops.options import Config
-from flops.plans import Plan, Run, measure
-from flops.report.comparison import differences, sentence, sweep_table, table
-from flops.sweep import SWEEP_SEED, Chosen, Tried, sweep
+from flops.cli.main import main
+from flops.experiments.compare import cost_of_epochs
+from flops.experiments.comparison import differences, sentence, sweep_table, table
+from flops.experiments.plans import Plan, Run, measure
+from flops.experiments.sweep import SWEEP_SEED, Chosen, Tried, sweep
+from flops.tasks.classification.config import Config
+from flops.training.methods import MethodName
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 
@@ -102,7 +102,7 @@ def test_settings_are_chosen_by_runs_in_full(
             return tuple(Tried(*p, short[p[0]], 0.9 if p[0] == 1e-3 else short[p[0]]) for p in runs)
         return tuple(Tried(*pair, *full[pair[0]]) for pair in runs)
 
-    monkeypatch.setattr("flops.sweep._tried", tried)
+    monkeypatch.setattr("flops.experiments.sweep._tried", tried)
     rates = tuple(short)
     quiet = Console(quiet=True)
     plan = Plan(("lr",), 1, 4, 1e4, rates, (1e-3,), 1, Config(), tmp_path, 0, quiet)
@@ -123,7 +123,7 @@ def test_a_setting_that_is_far_ahead_needs_no_run_in_full(
         assert part == "sweep"
         return tuple(Tried(*pair, scores[pair[0]], scores[pair[0]]) for pair in runs)
 
-    monkeypatch.setattr("flops.sweep._tried", tried)
+    monkeypatch.setattr("flops.experiments.sweep._tried", tried)
     quiet = Console(quiet=True)
     plan = Plan(("lr",), 1, 4, 1e4, tuple(scores), (1e-3,), 1, Config(), tmp_path, 0, quiet)
     chosen = sweep(plan, "lr")
@@ -133,7 +133,9 @@ def test_a_setting_that_is_far_ahead_needs_no_run_in_full(
 def test_each_table_has_the_run_that_was_tuned_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flops.compare.sweep", lambda *_: Chosen(1e-3, 1e-3, 1e-2, 1e-3))
+    monkeypatch.setattr(
+        "flops.experiments.compare.sweep", lambda *_: Chosen(1e-3, 1e-3, 1e-2, 1e-3)
+    )
     run(tmp_path, "--methods", "bp", "--seeds", "1", "--budget", "800")
     (found,) = json.loads((tmp_path / "results.json").read_text())["results"]["bp"]
     runs = [json.loads(p.read_text()) for p in (tmp_path / "cells/runs").glob("*.json")]
@@ -209,7 +211,7 @@ def test_bad_settings_are_refused_at_once(bad: tuple[str, ...], tmp_path: Path) 
 def test_every_setting_is_looked_at_before_the_first_run(
     bad: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flops.compare.Trainer", lambda _: pytest.fail("it was run"))
+    monkeypatch.setattr("flops.experiments.compare.Trainer", lambda _: pytest.fail("it was run"))
     with pytest.raises(SystemExit, match=message):
         run(tmp_path, *bad)
     (tmp_path / "file").write_text("mine")

@@ -27,7 +27,7 @@ import flops.estimators
 from flops import ForwardGradient, Group
 from flops.allocators import Allocator, Fixed, Signal
 from flops.estimators import Estimator
-from flops.shaping import Shaping
+from flops.subspace.config import Shaping
 from tests.conftest import flat, gradients, squared
 
 SIZE, QUERIES = 4, 6
@@ -36,7 +36,7 @@ SIZE, QUERIES = 4, 6
 @pytest.fixture(autouse=True)
 def shaped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without isotropic steps, so that one step shows shaped noise."""
-    monkeypatch.setattr("flops.shaped_step.WARM", 0)
+    monkeypatch.setattr("flops.subspace.step.WARM", 0)
 
 
 def classes(package: Any) -> Iterator[type]:

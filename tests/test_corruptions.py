@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flops.errors import FlopsError
-from flops.studies.corruptions import gaussian, poisson, uniform
+from flops.experiments.corruptions import gaussian, poisson, uniform
 
 KINDS: dict[str, tuple[Callable[..., Tensor], float]] = {
     "gaussian": (gaussian, 0.1),

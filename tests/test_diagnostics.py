@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from flops import SPSA, Exact, Group, LikelihoodRatio, diagnose
 from flops.allocators import Equal, Gaussian
-from flops.cli import main
-from flops.report.tables import diagnosis_tables
-from flops.studies.theorem import Problem, theorem1, theorem2
+from flops.cli.main import main
+from flops.diagnostics.table import diagnosis_tables
+from flops.experiments.theorem import Problem, theorem1, theorem2
 from tests.conftest import squared
 
 

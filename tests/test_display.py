@@ -9,9 +9,9 @@ import warnings
 
 from rich.console import Console
 
-from flops.display import Lines, Panel, closing, display_for, duration
-from flops.options import Config
-from flops.training import train
+from flops.tasks.classification.config import Config
+from flops.training.console import Lines, Panel, closing, display_for, duration
+from flops.training.loop import train
 
 SMALL = Config(limit=24, batch=8, queries=4, epochs=2, test=True)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from flops.distributed import digest
-from flops.plan import shares
+from flops.engine.collectives import digest
+from flops.engine.rows import shares
 from tests.parallel_cases import CASES, STEPS, train
 
 WORLD = 2

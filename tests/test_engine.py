@@ -220,7 +220,7 @@ def test_noise_that_is_kept_as_bits_gives_the_same_gradient(
     model, (x, y) = mlp(), data()
     group = [Group(model, LikelihoodRatio(1e-2, "leaf", baseline), queries=10)]
     dense = estimate(model, squared, x, y, group)
-    monkeypatch.setattr("flops.noise.COMPACT", 0)
+    monkeypatch.setattr("flops.perturb.random.COMPACT", 0)
     monkeypatch.setattr("flops.estimators.likelihood_ratio.PIECE", 7)
     torch.testing.assert_close(
         flat(estimate(model, squared, x, y, group)), flat(dense), rtol=1e-5, atol=1e-6

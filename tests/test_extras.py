@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from flops.tasks import optional
+from flops import optional
 
 BLOCK = """
 import os, sys

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flops import files
+from flops.storage import files
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

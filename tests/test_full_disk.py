@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flops import checkpoints, results
-from flops.cli import main
-from flops.disk import DiskError, filling
-from flops.options import Config
-from flops.studies.cells import Cell, run_cells
-from flops.training import Silence, train
+from flops.cli.main import main
+from flops.experiments.cells import Cell, run_cells
+from flops.storage.disk import DiskError, filling
+from flops.tasks.classification.config import Config
+from flops.training import checkpoint as checkpoints
+from flops.training import results
+from flops.training.loop import Silence, train
 from tests.test_resume import assert_alike
 
 pytest.importorskip("resource")  # which limits the size of files
@@ -143,7 +144,7 @@ def test_the_command_ends_with_a_sentence_and_an_error(
 
     given = ["--method", "bp", "--limit", "24", "--epochs", "1", "--output", str(folder / "run")]
     with monkeypatch.context() as patch:
-        patch.setattr("flops.training.write_results", fill_first)
+        patch.setattr("flops.training.loop.write_results", fill_first)
         with pytest.raises(SystemExit, match=r"flops: cannot write to .*run: .*make room, and res"):
             main(["finetune", *given])
     full(False)

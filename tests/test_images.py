@@ -15,13 +15,14 @@ import torch
 from PIL import Image
 
 from flops.errors import FlopsError
-from flops.options import Config
-from flops.tasks import images, vision
-from flops.tasks.hub import NAMED
-from flops.tasks.images import ImageFormat, load
-from flops.tasks.pixels import decode
-from flops.tasks.splits import LazySplit, StoredSplit, hold_out
-from flops.trainer import Trainer
+from flops.tasks.classification import bundled as vision
+from flops.tasks.classification.config import Config
+from flops.tasks.data import images
+from flops.tasks.data.hub import NAMED
+from flops.tasks.data.images import ImageFormat, load
+from flops.tasks.data.pixels import decode
+from flops.tasks.data.splits import LazySplit, StoredSplit, hold_out
+from flops.training.trainer import Trainer
 
 datasets = pytest.importorskip("datasets")
 

@@ -27,7 +27,7 @@ from flops import (
     diagnose,
 )
 from flops.blackbox import Tuner
-from flops.interrupts import SIGNALS, Hold, Whole, check
+from flops.passes.interrupts import SIGNALS, Hold, Whole, check
 from tests.conftest import gradients, squared
 from tests.interrupting import Campaign
 

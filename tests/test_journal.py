@@ -16,12 +16,12 @@ from torch import Tensor
 
 from flops import LikelihoodRatio
 from flops.blackbox import Question, Tuner
-from flops.blackbox.answering import Answering, BudgetError, drive
-from flops.blackbox.inquiry import Inquiry
+from flops.blackbox.ask_tell import Inquiry
+from flops.blackbox.evaluator import Answering, BudgetError, drive
 from flops.blackbox.journal import Answer, Journal, JournalError
 from flops.blackbox.objective import ObjectiveError
 from flops.blackbox.tuning import Points, Tuning
-from flops.meetings import Work
+from flops.engine.meetings import Work
 
 SETTINGS = {"method": "lr", "seed": 3, "sizes": (4, 5), "budget": None}
 
@@ -153,7 +153,7 @@ def test_an_answer_is_on_the_disk_before_it_is_used(tmp_path) -> None:
     code = f"""
 import os, signal, sys, torch
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from flops.blackbox.answering import Answering
+from flops.blackbox.evaluator import Answering
 from flops.blackbox.journal import Journal
 from tests.test_journal import Asked, question
 journal = Journal(sys.argv[1], {{}})

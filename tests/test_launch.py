@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flops.tasks.vision import bundled_vit
+from flops.tasks.classification.bundled import bundled_vit
 from tests.test_distributed import torchrun
 
 SETTINGS = ["finetune", "--limit", "36", "--batch", "12", "--queries", "6", "--method", "ops-lr"]

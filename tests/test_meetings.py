@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flops.meetings import Work, completed, together
+from flops.engine.meetings import Work, completed, together
 
 
 def worker(name: str, stops: int, seen: list[str]) -> Work[str]:

@@ -11,8 +11,8 @@ from flops.allocators import Equal, Gaussian
 from flops.errors import PrecisionWarning
 from flops.estimators import LikelihoodRatio
 from flops.estimators.spsa import SPSA
-from flops.methods import METHODS, PRESETS, Method, engine, method_groups
-from flops.tasks.vision import bundled_vit, digits, logits
+from flops.tasks.classification.bundled import bundled_vit, digits, logits
+from flops.training.methods import METHODS, PRESETS, Method, engine, method_groups
 
 
 def loss_fn(outputs, targets):

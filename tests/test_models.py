@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
-from flops.groups import leaves
+from flops.engine.groups import leaves
 from tests.brute import (
     brute_lr,
     brute_pointwise,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.moments import Factor, signed
+from flops.subspace.moments import Factor, signed
 from tests.parallel_cases import Words, batch, losses
 
 

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.noise import KINDS, NoiseStream, fill, mix, negative, orthogonalise, values, words
+from flops.perturb.random import (
+    KINDS,
+    NoiseStream,
+    fill,
+    mix,
+    negative,
+    orthogonalise,
+    values,
+    words,
+)
 
 KEY = (7, 3, 1)
 INDEPENDENT = ["gaussian", "rademacher"]
@@ -222,7 +231,7 @@ def test_bits_make_the_same_noise_and_its_opposite() -> None:
 
 
 def test_large_parts_come_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flops.noise.COMPACT", 100)
+    monkeypatch.setattr("flops.perturb.random.COMPACT", 100)
     points, draws = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0])
     for kind, size, compact in (
         ("gaussian", 37, True),

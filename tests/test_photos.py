@@ -13,10 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from flops.cli import main
-from flops.tasks import vision
-from flops.tasks.images import BUNDLED_FORMAT, load
-from flops.tasks.models import image_format, load_model
+from flops.cli.main import main
+from flops.tasks.classification import bundled as vision
+from flops.tasks.classification.models import image_format, load_model
+from flops.tasks.data.images import BUNDLED_FORMAT, load
 from tests.test_images import SPLITS, raw
 
 parquet = pytest.importorskip("pyarrow.parquet")

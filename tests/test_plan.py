@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flops import QueryError
-from flops.plan import chunks, plan, round_counts, spans
+from flops.engine.rows import chunks, plan, round_counts, spans
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

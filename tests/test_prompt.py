@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flops.blackbox.methods import Backpropagation, Recipe, stepper
 from flops.blackbox.objective import Question
 from flops.blackbox.tuner import Tuner
 from flops.errors import FlopsError
-from flops.tasks.clip import PromptedClip
-from flops.tasks.few import FewShots, few_shots
-from flops.tasks.prompt import (
+from flops.tasks.data.few_shot import FewShots, few_shots
+from flops.tasks.models.clip import PromptedClip
+from flops.tasks.prompts.methods import Backpropagation, Recipe, stepper
+from flops.tasks.prompts.prompt import (
     LocalObjective,
     PromptSpace,
     ServiceObjective,

@@ -13,9 +13,9 @@ from flops import ES, SPSA, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian
 from flops.allocators.base import Signal
 from flops.blackbox import Outputs, Tuner
-from flops.blackbox import remembering as module
-from flops.blackbox.factors import Factors, Measured
-from flops.blackbox.remembering import _gradients
+from flops.blackbox import jacobian_memory as module
+from flops.blackbox.jacobian_factors import Factors, Measured
+from flops.blackbox.jacobian_memory import _gradients
 from flops.errors import FlopsError
 from tests.statistical.helpers import assert_mean
 from tests.test_tuner import Recorded

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, CoverageError, ForwardGradient, Group, LikelihoodRatio
-from flops.guards import slow_attention_path
+from flops.passes.checks import slow_attention_path
 from tests.conftest import cosine, estimate, exact, flat, gradients, squared
 from tests.zoo import CASES, classes, vit_model
 

@@ -20,16 +20,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flops import checkpoints, classifying, results
-from flops.checkpoints import CheckpointError
-from flops.cli import main
+from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.options import Config, ConfigError
-from flops.runs import RunFolder, RunFolderError, read_config
-from flops.tasks import images
-from flops.tasks.models import load_model
-from flops.training import Silence, train
-from flops.trees import encode
+from flops.tasks.classification import task as classifying
+from flops.tasks.classification.config import Config, ConfigError
+from flops.tasks.classification.models import load_model
+from flops.tasks.data import images
+from flops.training import checkpoint as checkpoints
+from flops.training import results
+from flops.training.checkpoint import CheckpointError
+from flops.training.loop import Silence, train
+from flops.training.run_directory import RunFolder, RunFolderError, read_config
+from flops.training.trees import encode
 
 KILLS = int(os.environ.get("FLOPS_KILLS", "30"))  # of processes, in the slow test
 CLOSE = 5e-2  # see `distance`; the most that was measured is 6e-3, over nine steps elsewhere

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from flops.blackbox.requests import SCORE, ScoreRequest
-from flops.blackbox.wire import BINARY, JSON, digest, encode
+from flops.serve.codec import BINARY, JSON, digest, encode
+from flops.serve.schema import SCORE, ScoreRequest
 from tests.serving import IMAGE, TEXT, Server, pixels, query
 
 KEY = "a secret, of the tests"

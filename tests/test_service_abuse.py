@@ -16,9 +16,9 @@ import httpx
 import pytest
 import uvicorn
 
-from flops.blackbox import guarding
-from flops.blackbox.limits import Guesses
-from flops.blackbox.wire import BINARY, JSON, WireError
+from flops.serve import http_limits as guarding
+from flops.serve.codec import BINARY, JSON, WireError
+from flops.serve.limits import Guesses
 from tests.serving import Server, pixels, query, until
 
 IDLE = int(os.environ.get("FLOPS_TEST_IDLE", "2000"))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.blackbox.requests import ScoreRequest, Units
-from flops.blackbox.scoring import Scorer, Task
-from flops.blackbox.slab import Slab
-from flops.blackbox.steadiness import deviation
 from flops.errors import FlopsError
-from flops.tasks.clip import PromptedClip
+from flops.serve.batch_invariance import deviation
+from flops.serve.cache import Slab
+from flops.serve.schema import ScoreRequest, Units
+from flops.serve.scorer import Scorer, Task
+from flops.tasks.models.clip import PromptedClip
 from tests.serving import Server, pixels, query
 
 

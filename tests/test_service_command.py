@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flops.cli import main
-from flops.serve_command import Serve
+from flops.cli.main import main
+from flops.cli.serve import Serve
 from tests.serving import Server
 
 

@@ -19,8 +19,8 @@ from schemathesis.checks import (
     response_schema_conformance,
 )
 
-from flops.blackbox.requests import SCORE
-from flops.blackbox.wire import BINARY, JSON, encode
+from flops.serve.codec import BINARY, JSON, encode
+from flops.serve.schema import SCORE
 from tests.serving import Server, pixels, query
 from tests.test_service_abuse import healthy, json_bodies, send_json
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import torch
 
-from flops.blackbox.ledger import Answer, Cost, Ledger, LedgerError
-from flops.blackbox.retrying import ServiceError
-from flops.blackbox.wire import BINARY
+from flops.serve.codec import BINARY
+from flops.serve.retry import ServiceError
+from flops.serve.store import Answer, Cost, Ledger, LedgerError
 from tests.serving import Server, pixels, query, until
 
 

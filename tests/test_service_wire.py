@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from flops.blackbox.limits import Bodies, Rate, retry_after
-from flops.blackbox.wire import WireError, decode, encode
+from flops.serve.codec import WireError, decode, encode
+from flops.serve.limits import Bodies, Rate, retry_after
 
 TENSORS = {
     "rows": torch.tensor([3, 1, 2]),

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, diagnose
 from flops.allocators import Gaussian
-from flops.asking import Asked, ask
-from flops.directions import leading
-from flops.meetings import Work, at_once, completed
-from flops.moments import DENSE, Change, Factor, Grid, Moments
-from flops.posterior import posterior
-from flops.shaping import Shaping
+from flops.engine.meetings import Work, at_once, completed
+from flops.subspace.basis import leading
+from flops.subspace.config import Shaping
+from flops.subspace.measurements import Asked, ask
+from flops.subspace.moments import DENSE, Change, Factor, Grid, Moments
+from flops.subspace.posterior import posterior
 from tests.conftest import cosine, exact, flat, gradients, squared
 from tests.statistical.helpers import assert_mean
 
@@ -283,8 +283,8 @@ def test_a_large_site_learns_from_its_sketch(monkeypatch: pytest.MonkeyPatch) ->
     truth = exact(model, squared, x, y)["0.weight"]
     late = []
     for dense in (2048, 20):
-        monkeypatch.setattr("flops.moments.DENSE", dense)
-        monkeypatch.setattr("flops.moments.SKETCH", 16)
+        monkeypatch.setattr("flops.subspace.moments.DENSE", dense)
+        monkeypatch.setattr("flops.subspace.moments.SKETCH", 16)
         groups = [
             Group(model[0], LikelihoodRatio(1e-6, shaping=Shaping()), queries=8, name="site"),
             Group(model[1], LikelihoodRatio(), queries=2),
@@ -427,7 +427,7 @@ def test_padding_is_never_asked(longest: int, monkeypatch: pytest.MonkeyPatch) -
         asked.append(completed(ask(*given)))
         return at_once(asked[-1])
 
-    monkeypatch.setattr("flops.shaped_step.ask", spy)
+    monkeypatch.setattr("flops.subspace.step.ask", spy)
     fg = sequence_engine(Padded().double())
     for _ in range(6):
         batch = padded_batch(longest)
@@ -507,7 +507,7 @@ def test_very_many_queries_of_a_point_stay_cheap(monkeypatch: pytest.MonkeyPatch
     every = engine(model, 60)
     first = step(every, x, y)
     moments = every.memory["site"]["moments"][0]["channels"]["matrix"]
-    monkeypatch.setattr("flops.asking.FITTED", 16)
+    monkeypatch.setattr("flops.subspace.measurements.FITTED", 16)
     fg = engine(model, 60)
     torch.testing.assert_close(step(fg, x, y), first)  # an isotropic step
     torch.testing.assert_close(fg.memory["site"]["moments"][0]["channels"]["matrix"], moments)

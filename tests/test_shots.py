@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from flops.tasks import vision
-from flops.tasks.shots import CLASSES, GREY, HAZE, fashion_shots, shifted
+from flops.tasks.classification import bundled as vision
+from flops.tasks.data.fashion import CLASSES, GREY, HAZE, fashion_shots, shifted
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "make_shots.py"
 ASSET = importlib.resources.files("flops.tasks") / "assets" / "fashion" / "shots.npz"

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from flops.allocators import Equal, Gaussian
-from flops.classifying import loss_fn
-from flops.engine import ForwardGradient
+from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.groups import Group
 from flops.errors import FlopsError, PrecisionWarning
 from flops.estimators import Exact, LikelihoodRatio
-from flops.groups import Group
-from flops.studies import gradients_panel, shared_draws, starts
-from flops.studies.gradients_panel import MEASURE, MEASURED, WARM, Panel, measure_panel
-from flops.studies.gradients_tables import panel_sheets, records
-from flops.studies.gradients_thirds import Thirds, measure_thirds
-from flops.studies.matrices import layer_numbers, matrix_of, third_of, thirds
-from flops.studies.starts import Start, batch_of, finetuned, load_start
-from flops.tasks.models import parts
-from flops.tasks.vision import bundled_vit, digits
+from flops.experiments import gradients_panel, shared_draws, starts
+from flops.experiments.gradients_panel import MEASURE, MEASURED, WARM, Panel, measure_panel
+from flops.experiments.gradients_tables import panel_sheets, records
+from flops.experiments.gradients_thirds import Thirds, measure_thirds
+from flops.experiments.matrices import layer_numbers, matrix_of, third_of, thirds
+from flops.experiments.starts import Start, batch_of, finetuned, load_start
+from flops.tasks.classification.bundled import bundled_vit, digits
+from flops.tasks.classification.models import parts
+from flops.tasks.classification.task import loss_fn
 
 SMALL: dict[str, Any] = {"steps": 2, "layer": 6, "budgets": (4,), "repeats": 3, "batch": 6}
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from flops.cli import main
-from flops.report.metrics import t_quantile
-from flops.studies import gradients
-from flops.studies.gradients_ablations import ABLATIONS, ablation_sheet
-from flops.studies.gradients_panel import Panel
-from flops.studies.gradients_tables import (
+from flops.cli.main import main
+from flops.cli.study import Gradients
+from flops.experiments import gradients
+from flops.experiments.gradients_ablations import ABLATIONS, ablation_sheet
+from flops.experiments.gradients_panel import Panel
+from flops.experiments.gradients_tables import (
     contrasts_sheet,
     differences_sheet,
     enough_sheet,
@@ -24,8 +24,8 @@ from flops.studies.gradients_tables import (
     stage_names,
     variance_sheet,
 )
-from flops.studies.gradients_thirds import Thirds
-from flops.study_command import Gradients
+from flops.experiments.gradients_thirds import Thirds
+from flops.report.intervals import t_quantile
 
 TINY = ["study", "gradients", "--stages", "1", "2", "--budgets", "2", "4", "--repeats", "2"]
 TINY += ["--batch", "4", "--warm", "1", "--learn", "1", "--layers", "last", "--workers", "0"]

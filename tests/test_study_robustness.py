@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from flops.cli import main
-from flops.options import Config
-from flops.runs import RunFolder
-from flops.studies import cells, robustness
-from flops.studies.robustness_runs import open_run, read_run
-from flops.studies.robustness_training import Training
-from flops.studies.robustness_trials import KINDS, Strengths, Trial, changed, measure, of_pixels
-from flops.training import train
+from flops.cli.main import main
+from flops.experiments import cells, robustness
+from flops.experiments.robustness_runs import open_run, read_run
+from flops.experiments.robustness_training import Training
+from flops.experiments.robustness_trials import KINDS, Strengths, Trial, changed, measure, of_pixels
+from flops.tasks.classification.config import Config
+from flops.training.loop import train
+from flops.training.run_directory import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 

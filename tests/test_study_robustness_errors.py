@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from flops.cli import main
+from flops.cli.main import main
+from flops.cli.robustness import QUICK, Robustness
 from flops.errors import FlopsError
-from flops.options import Config
-from flops.robustness_command import QUICK, Robustness
-from flops.studies import robustness, robustness_training
-from flops.studies.robustness_runs import check_alike, open_run, read_run
-from flops.studies.robustness_tables import (
+from flops.experiments import robustness, robustness_training
+from flops.experiments.robustness_runs import check_alike, open_run, read_run
+from flops.experiments.robustness_tables import (
     Found,
     accuracy_sheet,
     bounds_sheet,
@@ -24,8 +23,9 @@ from flops.studies.robustness_tables import (
     kept_sheet,
     write_csv,
 )
-from flops.studies.robustness_trials import KINDS, Kind, Strengths, Trial
-from flops.training import train
+from flops.experiments.robustness_trials import KINDS, Kind, Strengths, Trial
+from flops.tasks.classification.config import Config
+from flops.training.loop import train
 
 STRENGTHS = Strengths()
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from flops.cli import main
-from flops.studies import shaped_tables
-from flops.studies.shaped_problems import PROBLEMS, Comparison, compare
-from flops.studies.shaped_training import Training, mean_cosines, train
+from flops.cli.main import main
+from flops.experiments import shaped_tables
+from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
+from flops.experiments.shaped_training import Training, mean_cosines, train
 
 
 def refuse(settings: Any) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def test_both_arms_of_a_problem(problem: str) -> None:
 def test_the_command_writes_tables_and_plots_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flops.studies.shaped.MAIN", ((2, 1, 0),))
-    monkeypatch.setattr("flops.studies.shaped.RATES", (1e-3,))
+    monkeypatch.setattr("flops.experiments.shaped.MAIN", ((2, 1, 0),))
+    monkeypatch.setattr("flops.experiments.shaped.RATES", (1e-3,))
     command = ["study", "shaped", "--seeds", "2", "--workers", "0", "--most", "1"]
     command += ["--output", str(tmp_path), "--parts", "main", "accuracy"]
     main(command)
@@ -79,7 +79,7 @@ def test_the_command_writes_tables_and_plots_and_resumes(
     for cell in (tmp_path / "cells" / "sweep").iterdir():  # choosing never looks at the test split
         assert json.loads(cell.read_text())["result"]["test"] is None
     before = (tmp_path / "main.md").read_text()
-    monkeypatch.setattr("flops.studies.shaped.train", refuse)
+    monkeypatch.setattr("flops.experiments.shaped.train", refuse)
     main(command)
     assert (tmp_path / "main.md").read_text() == before
     with pytest.raises(SystemExit, match="at least one seed"):

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
 from flops import ES, SPSA, CoverageError, Exact, ForwardGradient, Group, LikelihoodRatio
-from flops.structure import inspect
-from flops.thin import generic, is_rank_one, thin_of
+from flops.passes.structure import inspect
+from flops.perturb.rowwise import generic, is_rank_one, thin_of
 from tests.brute import brute_lr, brute_pointwise, brute_shared, own_units, point_runner
 from tests.conftest import gradients, squared
 
@@ -175,7 +175,8 @@ def test_thin_products_equal_rows_with_perturbed_weights(name: str) -> None:
 def test_transformers_layers_have_thin_products_without_its_import() -> None:
     assert thin_of(Conv1D(3, 4)) is not generic
     code = (
-        "import sys, flops.thin as t; t.thin_products(); assert 'transformers' not in sys.modules"
+        "import sys, flops.perturb.rowwise as t; t.thin_products(); "
+        "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

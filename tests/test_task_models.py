@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from flops.tasks import models, vision
-from flops.tasks.images import BUNDLED_FORMAT, ImageFormat
-from flops.tasks.models import image_format, load_model, parts, random_vit
-from flops.tasks.weights import warn_of_other_classes, weights_digest
+from flops.tasks.classification import bundled as vision
+from flops.tasks.classification import models
+from flops.tasks.classification.models import image_format, load_model, parts, random_vit
+from flops.tasks.data.images import BUNDLED_FORMAT, ImageFormat
+from flops.tasks.models.weights import warn_of_other_classes, weights_digest
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
-from flops.queries import Estimate, Queries
-from flops.trace import (
+from flops.engine.queries import Estimate, Queries
+from flops.estimators.variance import (
     ENERGY_STEPS,
     energy,
     gradient_traces,

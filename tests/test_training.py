@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
 
-from flops.classifying import clip_attention
-from flops.cli import main
-from flops.display import Lines
+from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.methods import METHODS, PRESETS
-from flops.options import Config, ConfigError, from_dict
-from flops.progress import budget_mark, epoch_mark
 from flops.report.curves import read_metrics
-from flops.runs import RunFolderError, new_folder
-from flops.tasks.images import load
-from flops.tasks.models import load_model
-from flops.trainer import Trainer
-from flops.training import train
+from flops.tasks.classification.config import Config, ConfigError, from_dict
+from flops.tasks.classification.models import load_model
+from flops.tasks.classification.task import clip_attention
+from flops.tasks.data.images import load
+from flops.training.console import Lines
+from flops.training.loop import train
+from flops.training.methods import METHODS, PRESETS
+from flops.training.progress import budget_mark, epoch_mark
+from flops.training.run_directory import RunFolderError, new_folder
+from flops.training.trainer import Trainer
 
 SMALL = Config(limit=40, batch=16, queries=4, epochs=1, checkpoint_seconds=None)
 
@@ -200,7 +200,7 @@ def test_a_budget_alone_ends_a_run() -> None:
     ],
 )
 def test_every_method_runs_and_reports(method: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("flops.training.write_results", lambda *_: None)  # has its own test
+    monkeypatch.setattr("flops.training.loop.write_results", lambda *_: None)  # has its own test
     out = tmp_path / "run"
     result = train(small(method=method, output=str(out), limit=20, clip_attention=1.0))
     steps, evaluations = read_metrics(out / "metrics.jsonl")
@@ -259,13 +259,15 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("flops.training.Trainer", lambda _: pytest.fail("it was loaded"))
+    monkeypatch.setattr("flops.training.loop.Trainer", lambda _: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RunFolderError, match="file is a file; give another"):
         train(small(output=str(tmp_path / "file/a/b")))
     with pytest.raises(RunFolderError, match=r"cannot write to .*too long"):
         train(small(output=str(tmp_path / ("x" * 300))))
-    monkeypatch.setattr("flops.runs.os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(
+        "flops.training.run_directory.os.access", lambda *_: False
+    )  # root may write everywhere
     with pytest.raises(RunFolderError, match="cannot be written to"):
         train(small(output=str(tmp_path / "a/b")))
 
@@ -308,10 +310,10 @@ def test_stopped_while_loading_there_is_nothing_to_resume(tmp_path: Path, monkey
     def stop(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flops.training.Trainer", stop)
+    monkeypatch.setattr("flops.training.loop.Trainer", stop)
     with pytest.raises(SystemExit, match="stopped before the run began"):
         main(["finetune", "--output", str(tmp_path / "run")])
-    monkeypatch.setattr("flops.compare_command.compare", stop)
+    monkeypatch.setattr("flops.cli.compare.compare", stop)
     with pytest.raises(SystemExit, match="flops: stopped"):
         main(["compare", "--output", str(tmp_path / "compare")])
     with pytest.raises(SystemExit, match="it needs --resume"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flops.cli import main
+from flops.cli.main import main
 from tests.serving import Server, until
 from tests.tuning import ROWS, charged, command, finish, paid, prompts, start
 
@@ -220,5 +220,5 @@ def test_the_number_of_threads_changes_nothing(server, tmp_path) -> None:
 
 def test_the_command_line_starts_without_what_only_tune_needs() -> None:
     blocked = "import sys; sys.modules |= dict.fromkeys(('httpx', 'pydantic', 'fastapi', 'cma'))"
-    code = f"{blocked}; import flops.cli"
+    code = f"{blocked}; import flops.cli.main"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from flops.blackbox.client import ServiceClient
-from flops.blackbox.ledger import Ledger, LedgerError
-from flops.blackbox.local_service import LocalService
+from flops.serve.client import ServiceClient
+from flops.serve.local import LocalService
+from flops.serve.store import Ledger, LedgerError
 from tests.serving import Server, faulty, until
 from tests.tuning import (
     LEVELS,
@@ -87,7 +87,7 @@ def test_the_tuner_is_killed(server, unbroken, tmp_path) -> None:
 def test_a_service_of_ones_own_ends_with_a_tuner_that_is_killed(tmp_path) -> None:
     ledger = tmp_path / "ledger.sqlite"
     code = (
-        "import sys, time, pathlib; from flops.blackbox.local_service import LocalService\n"
+        "import sys, time, pathlib; from flops.serve.local import LocalService\n"
         "with LocalService(pathlib.Path(sys.argv[1])) as service:\n"
         "    print(service.process, flush=True); time.sleep(600)"
     )

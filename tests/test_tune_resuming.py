@@ -21,18 +21,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops import SPSA, LikelihoodRatio, Shaping, shaped_step
+from flops import SPSA, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian, Neyman
 from flops.blackbox import Question, Tuner
-from flops.blackbox.answering import Answering, drive
-from flops.blackbox.evolution import Evolution
-from flops.blackbox.inquiry import Inquiry
+from flops.blackbox.ask_tell import Inquiry
+from flops.blackbox.cma import Evolution
+from flops.blackbox.evaluator import Answering, drive
 from flops.blackbox.journal import Answer, Journal, JournalError, Plan, Request, pack, unpack
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.snapshots import Snapshots
 from flops.blackbox.tuning import Points, Tuning
-from flops.directions import leading
-from flops.meetings import Work, decided
+from flops.engine.meetings import Work, decided
+from flops.subspace import step as shaped_step
+from flops.subspace.basis import leading
 
 N, D = 8, 12
 A = torch.randn(N, 3, D, generator=torch.Generator().manual_seed(0))
@@ -244,7 +245,7 @@ def test_answers_go_with_the_directions_that_were_asked(tmp_path, monkeypatch) -
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-from flops.blackbox.answering import Answering
+from flops.blackbox.evaluator import Answering
 from flops.blackbox.journal import Journal
 from tests.test_tune_resuming import Service, Question, torch, D
 class Dies(Service):
@@ -448,7 +449,7 @@ def test_a_journal_of_the_former_version_is_explained(tmp_path) -> None:
 FULL = """
 import resource, signal, sys
 sys.path.insert(0, sys.argv[2])
-from flops.blackbox.answering import Answering
+from flops.blackbox.evaluator import Answering
 from flops.blackbox.journal import Journal, JournalError
 from tests.test_tune_resuming import Service, Question, torch, D
 def say(message): print("said", message, flush=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman
 from flops.blackbox import Objective, Question, Tuner
-from flops.blackbox.evolution import Evolution
+from flops.blackbox.cma import Evolution
 from flops.blackbox.objective import ObjectiveError
 from flops.errors import FlopsError, PrecisionWarning, QueryError
 from tests.statistical.helpers import assert_mean

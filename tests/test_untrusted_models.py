@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flops.cli import main
-from flops.tasks.alignment_models import load_encoder, load_language
-from flops.tasks.models import image_format, load_model
+from flops.cli.main import main
+from flops.tasks.alignment.models import load_encoder, load_language
+from flops.tasks.classification.models import image_format, load_model
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "src" / "flops" / "tasks" / "assets"
@@ -79,7 +79,7 @@ def test_code_in_a_model_folder_is_never_run(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     monkeypatch.chdir(tmp_path)
     if command == "serve":
-        monkeypatch.setattr("flops.blackbox.serving.serve", lambda *_: None)  # it never ends
+        monkeypatch.setattr("flops.serve.server.serve", lambda *_: None)  # it never ends
     output = [] if command == "serve" else ["--output", str(tmp_path / "run")]
     said = ""
     try:

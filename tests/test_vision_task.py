@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from flops.tasks import vision
-from flops.tasks.optional import install_command
+from flops.optional import install_command
+from flops.tasks.classification import bundled as vision
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -180,7 +180,10 @@ def test_a_missing_dependency_is_explained(monkeypatch):
 
 
 def test_importing_the_task_imports_no_optional_dependency():
-    code = "import sys, flops.tasks.vision; print({'transformers', 'sklearn'} & set(sys.modules))"
+    code = (
+        "import sys, flops.tasks.classification.bundled as _; "
+        "print({'transformers', 'sklearn'} & set(sys.modules))"
+    )
     result = run("-c", code)
     assert result.stdout.strip() == "set()", result.stderr
 

@@ -5,9 +5,10 @@ report = fg.estimate(x, y)      # in place of loss.backward()
 optimizer.step()
 """
 
-from flops.batch import Shared
-from flops.diagnostics import Diagnosis, diagnose
-from flops.engine import ForwardGradient
+from flops.diagnostics.diagnose import Diagnosis, diagnose
+from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.groups import Group
+from flops.engine.report import StepReport
 from flops.errors import (
     BatchError,
     CoverageError,
@@ -18,9 +19,8 @@ from flops.errors import (
     RandomnessError,
 )
 from flops.estimators import ES, SPSA, DeepZero, Exact, LikelihoodRatio, mezo
-from flops.groups import Group
-from flops.shaping import Shaping
-from flops.step_report import StepReport
+from flops.passes.batch import Shared
+from flops.subspace.config import Shaping
 
 __version__ = "0.1.0"
 

@@ -1,5 +1,5 @@
 """`python -m flops`."""
 
-from flops.cli import main
+from flops.cli.main import main
 
 main()

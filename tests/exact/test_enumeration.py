@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flops import ES, SPSA, Group, LikelihoodRatio
 from flops.estimators import shared_parameters
-from flops.noise import NoiseStream
+from flops.perturb.random import NoiseStream
 from tests.conftest import cosine, estimate, exact, flat, sign_vectors, squared
 
 SIGMA = 0.3  # large: a quadratic has no smoothing bias

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, allocation
-from flops import plan as planning
-from flops import queries as querying
+from flops import SPSA, ForwardGradient, Group, LikelihoodRatio
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
-from flops.meetings import at_once
+from flops.engine import allocation
+from flops.engine import queries as querying
+from flops.engine import rows as planning
+from flops.engine.meetings import at_once
 from tests.conftest import flat, gradients
 from tests.statistical.helpers import assert_mean
 
@@ -154,7 +155,9 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
         late = pool.gradients(binding, queries, later, spent.counts)
         return replace(spent, gradients={p: early[p] + late[p] for p in early})
 
-    monkeypatch.setattr("flops.engine.spending", lambda *given: at_once(spend(*given)))
+    monkeypatch.setattr(
+        "flops.engine.forward_gradient.spending", lambda *given: at_once(spend(*given))
+    )
 
 
 def test_pooled_pilots_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

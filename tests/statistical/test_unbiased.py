@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
-from flops import plan as planning
-from flops import queries as querying
 from flops.allocators import Fixed
+from flops.engine import queries as querying
+from flops.engine import rows as planning
 from flops.estimators import shared_parameters
 from tests.conftest import flat, gradients, squared
 from tests.statistical.helpers import REPLICATES, assert_mean

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flops.allocators.base import Signal, Traces, measured
 from flops.allocators.objective import Array, feasible, objective
-from flops.noise import mix
-from flops.plan import round_counts
+from flops.engine.rows import round_counts
+from flops.perturb.random import mix
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flops.allocators.base import Signal
-from flops.plan import round_counts
+from flops.engine.rows import round_counts
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from flops.allocators.base import Signal, Traces
 from flops.allocators.objective import Array
+from flops.engine.rows import round_counts
 from flops.errors import QueryError
-from flops.plan import round_counts
 
 DEGREE = 2
 DECAY = 0.9

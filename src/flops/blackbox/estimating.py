@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flops.asking import Space
+from flops.blackbox.jacobian_memory import Remembering
 from flops.blackbox.objective import Question
 from flops.blackbox.outputs import Outputs
-from flops.blackbox.remembering import Remembering
+from flops.engine.groups import ResolvedGroup
+from flops.engine.meetings import Work
+from flops.engine.queries import Estimate, Queries
+from flops.engine.rows import Rows
 from flops.errors import FlopsError
 from flops.estimators import ES, SPSA, LikelihoodRatio
 from flops.estimators.likelihood_ratio import accumulate
 from flops.estimators.parameter_noise import ParameterNoise
-from flops.groups import ResolvedGroup
-from flops.meetings import Work
-from flops.moments import Grid
-from flops.noise import Kind, NoiseStream, fill, words
-from flops.plan import Rows
-from flops.queries import Estimate, Queries
-from flops.shaped_step import shaped_queries
+from flops.perturb.random import Kind, NoiseStream, fill, words
+from flops.subspace.measurements import Space
+from flops.subspace.moments import Grid
+from flops.subspace.step import shaped_queries
 
 Options = LikelihoodRatio | ES | SPSA
 

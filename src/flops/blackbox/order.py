@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flops.errors import FlopsError
-from flops.noise import generator
+from flops.perturb.random import generator
 
 ORDER = 11  # sets the order of points apart from noise
 

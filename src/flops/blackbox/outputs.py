@@ -2,8 +2,8 @@
 
 A service that returns logits returns with every query how all of them change, at no further price.
 The loss is made of them at home, so its derivative by the outputs is known; what is not known, and
-is learned from all queries of a run (`flops.blackbox.remembering`), is how outputs depend on the
-parameters.
+is learned from all queries of a run (`flops.blackbox.jacobian_memory`), is how outputs depend on
+the parameters.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from flops.blackbox.inquiry import Inquiry
+from flops.blackbox.ask_tell import Inquiry
 from flops.blackbox.journal import Journal, JournalError, pack, unpack
 
 SHARE = 0.03  # of a run's time is spent on snapshots, at most

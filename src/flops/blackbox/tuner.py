@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flops.allocation import check_allocators, floor_of, spending
 from flops.allocators.base import Allocator, Signal
 from flops.allocators.equal import Equal
+from flops.blackbox.ask_tell import PAUSE, Inquiry
 from flops.blackbox.estimating import Options, VectorEstimator
-from flops.blackbox.inquiry import PAUSE, Inquiry
 from flops.blackbox.objective import Objective, Question
 from flops.blackbox.order import Order
 from flops.blackbox.outputs import Outputs
-from flops.distributed import Team
+from flops.engine.allocation import check_allocators, floor_of, spending
+from flops.engine.collectives import Team
+from flops.engine.groups import ResolvedGroup
+from flops.engine.meetings import Work
+from flops.engine.queries import Ledger, Queries
+from flops.engine.report import ForwardEquivalents, StepReport
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
-from flops.groups import ResolvedGroup
-from flops.meetings import Work
-from flops.queries import Ledger, Queries
-from flops.step_report import ForwardEquivalents, StepReport
 
 SCHEMA = 1
 AT_ONCE = 1 << 25  # noise values of one question, 128 MB

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flops.blackbox.answering import BudgetError
-from flops.blackbox.inquiry import PAUSE, Inquiry
+from flops.blackbox.ask_tell import PAUSE, Inquiry
+from flops.blackbox.evaluator import BudgetError
 from flops.blackbox.objective import Question
+from flops.engine.meetings import Work
 from flops.errors import FlopsError
-from flops.meetings import Work
 
 SCHEMA = 1
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from flops.groups import ResolvedGroup
-from flops.meetings import Work
-from flops.queries import Estimate, Queries
-from flops.replay import Passes
-from flops.structure import Use
+from flops.engine.groups import ResolvedGroup
+from flops.engine.meetings import Work
+from flops.engine.queries import Estimate, Queries
+from flops.passes.replay import Passes
+from flops.passes.structure import Use
 
 
 class Binding(Protocol):
@@ -35,9 +35,10 @@ class Estimator(Protocol):
         whole_model: Whether the estimate contains all uses of a parameter wherever they are.
 
     One that never looks at the clean losses may say so by ``reads_clean = False`` and return the
-    mean loss in its `Estimate`: where nothing else reads it, the clean pass is then left out.
-    One may also have ``work(binding, queries)``, a generator that returns the `Estimate` and stops
-    before every exchange with other processes, so that groups meet together (`flops.meetings`).
+    mean loss in its `Estimate`: where nothing else reads it, the clean pass is then left out. One
+    may also have ``work(binding, queries)``, a generator that returns the `Estimate` and stops
+    before every exchange with other processes, so that groups meet together
+    (`flops.engine.meetings`).
     """
 
     @property

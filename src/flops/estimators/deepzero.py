@@ -21,17 +21,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flops.engine.groups import ResolvedGroup
+from flops.engine.queries import Change, Estimate, Queries
+from flops.engine.rows import round_counts
 from flops.estimators.spsa import SPSA
-from flops.groups import ResolvedGroup
-from flops.local import Gradients
-from flops.noise import generator
-from flops.plan import round_counts
-from flops.prefixes import Prefix, nothing
-from flops.queries import Change, Estimate, Queries
-from flops.replay import Passes
-from flops.script import Action, Forward
-from flops.structure import Use
-from flops.units import Unit, Units, find_units
+from flops.passes.intercept import Action, Forward
+from flops.passes.local_vjp import Gradients
+from flops.passes.prefix import Prefix, nothing
+from flops.passes.replay import Passes
+from flops.passes.structure import Use
+from flops.perturb.parameter_calls import Unit, Units, find_units
+from flops.perturb.random import generator
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flops.engine.groups import ResolvedGroup
+from flops.engine.meetings import Work, completed
+from flops.engine.queries import Estimate, Queries
 from flops.errors import CoverageError
-from flops.groups import ResolvedGroup
-from flops.guards import check_finite
-from flops.meetings import Work, completed
-from flops.prefixes import nothing
-from flops.queries import Estimate, Queries
-from flops.replay import Passes
-from flops.structure import Use
+from flops.passes.checks import check_finite
+from flops.passes.prefix import nothing
+from flops.passes.replay import Passes
+from flops.passes.structure import Use
 
 COST = 3.0
 

@@ -21,19 +21,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from flops.engine.groups import ResolvedGroup, leaves
+from flops.engine.meetings import Work, completed
+from flops.engine.queries import Estimate, Queries
 from flops.errors import CoverageError
 from flops.estimators.shaped import estimate_shaped
-from flops.groups import ResolvedGroup, leaves
-from flops.local import LocalTarget
-from flops.meetings import Work, completed
-from flops.noise import KINDS, Kind, NoiseStream, negative, values
-from flops.queries import Estimate, Queries
-from flops.replay import Passes
-from flops.shaping import Shaping
-from flops.site_checks import check_sites
-from flops.sites import Sites
-from flops.structure import Call
-from flops.trace import LeafEnergies, jacobian_energy
+from flops.estimators.variance import LeafEnergies, jacobian_energy
+from flops.passes.local_vjp import LocalTarget
+from flops.passes.replay import Passes
+from flops.passes.structure import Call
+from flops.perturb.activation_checks import check_sites
+from flops.perturb.activations import Sites
+from flops.perturb.random import KINDS, Kind, NoiseStream, negative, values
+from flops.subspace.config import Shaping
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from flops.engine.groups import Group
 from flops.estimators.spsa import SPSA
-from flops.groups import Group
 
 QUERIES = 2
 

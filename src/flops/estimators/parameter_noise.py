@@ -16,20 +16,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flops.entries import Entry
+from flops.engine.groups import ResolvedGroup
+from flops.engine.meetings import Work, completed
+from flops.engine.queries import Estimate, Queries
 from flops.errors import CoverageError
 from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
 from flops.estimators.shared_parameters import estimate_shared
-from flops.groups import ResolvedGroup
-from flops.local import Gradients, add_gradients
-from flops.meetings import Work, completed
-from flops.noise import Kind, NoiseStream, fill, words
-from flops.queries import Estimate, Queries
-from flops.replay import Passes
-from flops.script import Action, Forward
-from flops.shaping import Shaping
-from flops.structure import Call, Structure
-from flops.thin import (
+from flops.passes.intercept import Action, Forward
+from flops.passes.local_vjp import Gradients, add_gradients
+from flops.passes.replay import Passes
+from flops.passes.structure import Call, Structure
+from flops.perturb.noise_layout import Entry
+from flops.perturb.parameter_calls import Unit, Units, find_units
+from flops.perturb.random import Kind, NoiseStream, fill, words
+from flops.perturb.rowwise import (
     RowNoise,
     batch_first,
     is_rank_one,
@@ -37,7 +37,7 @@ from flops.thin import (
     thin_products,
     used_tokens,
 )
-from flops.units import Unit, Units, find_units
+from flops.subspace.config import Shaping
 
 Baseline = Literal["clean", "antithetic", "none"]
 SharedKind = Literal["gaussian", "rademacher"]

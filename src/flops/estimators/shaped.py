@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flops.asking import Space
-from flops.meetings import Work, at_once
-from flops.moments import Grid, grid
-from flops.plan import Rows
-from flops.queries import Estimate, Queries
-from flops.shaped_step import shaped_queries
-from flops.shaping import Shaping
-from flops.sites import Sites
-from flops.trace import jacobian_energy
+from flops.engine.meetings import Work, at_once
+from flops.engine.queries import Estimate, Queries
+from flops.engine.rows import Rows
+from flops.estimators.variance import jacobian_energy
+from flops.perturb.activations import Sites
+from flops.subspace.config import Shaping
+from flops.subspace.measurements import Space
+from flops.subspace.moments import Grid, grid
+from flops.subspace.step import shaped_queries
 
 if TYPE_CHECKING:
     from flops.estimators.likelihood_ratio import LikelihoodRatio

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flops.asking import Space
-from flops.entries import Entry
+from flops.engine.meetings import Work, at_once
+from flops.engine.queries import Estimate, Queries
+from flops.engine.rows import Rows
 from flops.errors import CoverageError
-from flops.local import Gradients
-from flops.meetings import Work, at_once
-from flops.moments import Grid
-from flops.plan import Rows
-from flops.queries import Estimate, Queries
-from flops.script import Action, Forward
-from flops.shaped_step import shaped_queries
-from flops.shaping import Shaping
-from flops.thin import batch_first, generic, used_tokens
-from flops.units import Unit, Units
+from flops.passes.intercept import Action, Forward
+from flops.passes.local_vjp import Gradients
+from flops.perturb.noise_layout import Entry
+from flops.perturb.parameter_calls import Unit, Units
+from flops.perturb.rowwise import batch_first, generic, used_tokens
+from flops.subspace.config import Shaping
+from flops.subspace.measurements import Space
+from flops.subspace.moments import Grid
+from flops.subspace.step import shaped_queries
 
 if TYPE_CHECKING:
     from flops.estimators.parameter_noise import ParameterNoise

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flops.local import Gradients
-from flops.noise import fill, words
-from flops.prefixes import nothing
-from flops.queries import Change, Estimate, Queries
-from flops.script import Action, Forward
-from flops.units import Unit, Units
+from flops.engine.queries import Change, Estimate, Queries
+from flops.passes.intercept import Action, Forward
+from flops.passes.local_vjp import Gradients
+from flops.passes.prefix import nothing
+from flops.perturb.parameter_calls import Unit, Units
+from flops.perturb.random import fill, words
 
 if TYPE_CHECKING:
     from flops.estimators.parameter_noise import ParameterNoise

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flops.files import replacing
-from flops.plain import parse_object
 from flops.report.plots import matplotlib_module
+from flops.storage.files import replacing
+from flops.storage.plain import parse_object
 
 NEEDED = {  # numbers in the lines of each kind
     "step": ("step", "loss", "forward_equivalents", "seconds"),

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flops.files import replacing
-from flops.report.metrics import Interval
+from flops.report.intervals import Interval
 from flops.report.plots import matplotlib_figures, matplotlib_module
+from flops.storage.files import replacing
 
 Curves = Mapping[str, Sequence[Interval]]
 STYLES: tuple[tuple[str, Any], ...] = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flops.files import replacing
-from flops.tasks.optional import require
+from flops.optional import require
+from flops.storage.files import replacing
 
 Lines = Mapping[str, tuple[Sequence[int], Sequence[Sequence[float]]]]
 

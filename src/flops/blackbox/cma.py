@@ -1,0 +1,152 @@
+"""CMA-ES, what black boxes are usually tuned with, by ask and tell as everything here.
+
+Hansen, "The CMA evolution strategy: a tutorial", 2016; the `cma` package does the work. A
+generation is a population of parameter vectors, each with the mean loss of the same batch of
+points; the estimate is the mean of the search distribution. From 200 parameters on the covariance
+is diagonal: a full one costs d^2 memory and d^3 time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flops.blackbox.ask_tell import PAUSE, Inquiry
+from flops.blackbox.objective import Objective, Question
+from flops.blackbox.order import Order
+from flops.engine.meetings import Work, decided
+from flops.errors import FlopsError
+from flops.optional import require
+from flops.perturb.random import mix
+
+FULL = 200  # parameters up to which the covariance is a full matrix
+
+
+class Evolution(Inquiry):
+    """CMA-ES over parameters, with batches of points.
+
+    Args:
+        start: Mean of the first population, shape (d,).
+        points: How many points there are.
+        objective: As for `Tuner`.
+        sigma: First standard deviation: the step size that has to be chosen.
+        batch: Points of a generation.
+        population: Vectors of a generation; None is 4 + 3 log d, the package's own.
+        seed: Key of samples and of the order of points.
+    """
+
+    def __init__(
+        self,
+        start: Tensor,
+        points: int,
+        objective: Objective | None = None,
+        *,
+        sigma: float = 0.3,
+        batch: int = 64,
+        population: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(objective)
+        if sigma <= 0:
+            raise FlopsError(f"sigma must be positive, not {sigma}")
+        cma = require("cma", "cma")
+        self._order = Order(points, batch, seed)
+        # Its own source of numbers: the package would seed the one that everybody shares.
+        source = np.random.Generator(np.random.PCG64(mix(seed, 19)))
+        options: dict[str, Any] = {
+            "seed": np.nan,
+            "randn": lambda *shape: source.standard_normal(shape),
+            "verbose": -9,
+            "CMA_diagonal": len(start) > FULL,
+        }
+        if population is not None:
+            options["popsize"] = population
+        with _quietly():
+            self._search = cma.CMAEvolutionStrategy(start.double().numpy(), sigma, options)
+        self.population = int(self._search.popsize)
+        self.steps, self.loss = 0, float("nan")
+        self._told: list[tuple[Tensor, list[float]]] = []
+
+    @property
+    def parameters(self) -> Tensor:
+        """Mean of the search distribution, shape (d,)."""
+        return torch.from_numpy(np.array(self._search.mean)).float()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in which every point comes once."""
+        return self._order.steps_per_epoch
+
+    def step_cost(self) -> int:
+        """Rows of the next generation."""
+        return self.population * len(self._batch())
+
+    def work(self) -> Work[None]:
+        """Generations without end, as questions."""
+        while True:
+            yield from self.stepping()
+            yield PAUSE
+
+    def stepping(self) -> Work[None]:
+        """One generation."""
+        points = self._batch()
+        with _quietly():
+            own = self._search.ask()
+        vectors = torch.from_numpy(np.stack(own)).float()
+        vectors = yield from decided("population", vectors)
+        values = []
+        for vector in vectors:
+            answer = yield Question(vector.expand(len(points), -1), points)
+            values.append(float(answer[:, 0].double().mean()))
+        self._tell(own, vectors, values)
+
+    def _tell(self, own: list[Any], vectors: Tensor, values: list[float]) -> None:
+        """End a generation: what was asked counts, where it is not what is sampled here."""
+        same = torch.equal(torch.from_numpy(np.stack(own)).float(), vectors)
+        with _quietly():
+            self._search.tell(own if same else list(vectors.double().numpy()), values)
+        self._told.append((vectors, values))
+        self.loss = sum(values) / len(values)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All generations: the package has no state that another version of it could read."""
+        return {
+            "population": self.population,
+            "vectors": [vectors for vectors, _ in self._told],
+            "values": [values for _, values in self._told],
+            "asked": self.asked,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: every generation is told again.
+
+        Raises:
+            FlopsError: If its populations are of another size, or this search has begun.
+        """
+        if self.steps or state["population"] != self.population:
+            raise FlopsError(
+                f"the state has populations of {state['population']}, a new search of "
+                f"{self.population}; load it before the first step"
+            )
+        for vectors, values in zip(state["vectors"], state["values"], strict=True):
+            with _quietly():
+                own = self._search.ask()
+            self._tell(own, vectors, [float(value) for value in values])
+        self.restart(int(state["asked"]))
+
+    def _batch(self) -> Tensor:
+        return self._order.at(self.steps)
+
+
+class _quietly:
+    """Leave numpy's shared random state as it was, whatever the package does with it."""
+
+    def __enter__(self) -> None:
+        self._state = np.random.get_state()  # noqa: NPY002
+
+    def __exit__(self, *_: object) -> None:
+        np.random.set_state(self._state)  # noqa: NPY002

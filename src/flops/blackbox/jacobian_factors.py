@@ -1,0 +1,166 @@
+r"""A few directions that all points share: the prior of how outputs depend on the parameters.
+
+Row c of a point's Jacobian J is the gradient of its output c. Before anything is known of a point,
+
+    J_c ~ N(0, e (U U^T + s I) / K),
+
+U a thin matrix for all points, s what it leaves to every direction, e the point's energy, K the
+number of outputs. A slope along noise z is <J_c, z> plus an error that grows with its age, for the
+parameters have moved since. Given the slopes y of a point along its noise Z (n x d), the posterior
+mean of J_c is
+
+    (U U^T + s I) Z^T alpha / K,   alpha = S^-1 y,   S = (Z U U^T Z^T + s Z Z^T + N) / K,
+
+N the errors on a diagonal. U is fitted by expectation maximisation over all slopes that are
+remembered: the mean and covariance of every point's coordinates along U, then the U that explains
+the slopes best, by a few steps of conjugate gradients. Nothing of size d x d is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flops.perturb.random import generator
+
+RANK = 16  # shared directions
+ROUNDS, STEPS = 2, 4  # of expectation maximisation, and of conjugate gradients in each
+ERROR = 0.01  # of a slope, over its mean square: curvature and rounding
+LEAST = 0.02  # of the energy is left to all directions, however well U explains it
+DRIFTS = (1e-4, 0.3)  # bounds of the error per squared step of age
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Slopes of points along their noise, padded with zeros to the longest.
+
+    Attributes:
+        noise: Directions, shape (P, n, d).
+        slopes: Of each output, over the root of the point's energy, shape (P, n, K).
+        age: Steps since, shape (P, n).
+        real: What is no padding, shape (P, n).
+        products: Z Z^T, shape (P, n, n).
+    """
+
+    noise: Tensor
+    slopes: Tensor
+    age: Tensor
+    real: Tensor
+    products: Tensor
+
+    def at(self, points: Tensor) -> Measured:
+        """Of some points."""
+        return Measured(*(value[points] for value in vars(self).values()))
+
+    def errors(self, drift: float) -> Tensor:
+        """Variance of each slope at unit energy, 1 in the padding."""
+        return torch.where(self.real, ERROR + drift * self.age.square(), 1.0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Of every point's slopes: alpha and S^-1, shapes (P, n, K) and (P, n, n)."""
+
+    alpha: Tensor
+    inverse: Tensor
+
+    @property
+    def held_out(self) -> Tensor:
+        """Residual of each slope by the fit to the point's others, shape (P, n, K)."""
+        return self.alpha / self.inverse.diagonal(dim1=1, dim2=2).unsqueeze(2)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The prior.
+
+    Attributes:
+        directions: U, shape (d, r).
+        floor: s.
+        drift: Variance of a slope's error per squared step of age, at unit energy.
+    """
+
+    directions: Tensor
+    floor: float
+    drift: float
+
+    @classmethod
+    def unknown(cls, dimensions: int, seed: int) -> Factors:
+        """Almost isotropic: U is a small random matrix from which it can grow."""
+        rank = min(RANK, dimensions)
+        source = generator(seed, 19)
+        directions = torch.randn(dimensions, rank, generator=source) * (0.3 / dimensions**0.5)
+        return cls(directions, 1 / dimensions, 0.01)
+
+    def times(self, rows: Tensor) -> Tensor:
+        """(U U^T + s I) for rows, shape (..., d)."""
+        return rows @ self.directions @ self.directions.T + self.floor * rows
+
+    def fit(self, seen: Measured) -> Fit:
+        """Posterior weights of the points' slopes."""
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(self._system(seen)))
+        alpha = inverse @ seen.slopes.double()
+        return Fit(alpha.to(seen.slopes), inverse.to(seen.slopes))
+
+    def learned(self, seen: Measured, now: Tensor) -> Factors:
+        """The prior that explains the slopes better.
+
+        Args:
+            seen: All that is remembered.
+            now: Which points were asked in this step, positions in ``seen``.
+        """
+        latest, (low, high), found = seen.at(now), DRIFTS, self
+        if bool((latest.age > 0).any()):
+            drifts = (self.drift, max(low, self.drift / 2), min(high, self.drift * 2))
+            found = min((replace(self, drift=d) for d in drifts), key=lambda f: f.missed(latest))
+        for _ in range(ROUNDS):
+            found = replace(found, directions=found._maximised(seen))
+            share = min(1.0, max(LEAST, found.missed(latest)))
+            found = replace(found, floor=share / seen.noise.size(2))
+        return found
+
+    def _system(self, seen: Measured) -> Tensor:
+        """S of every point; the padding is left to itself."""
+        along = seen.noise @ self.directions
+        system = along @ along.transpose(1, 2) + self.floor * seen.products
+        return (system + torch.diag_embed(seen.errors(self.drift))).double() / seen.slopes.size(2)
+
+    def _maximised(self, seen: Measured) -> Tensor:
+        """U after one round of expectation maximisation."""
+        rank, outputs = self.directions.size(1), seen.slopes.size(2)
+        along = seen.noise @ self.directions / outputs  # covariance of slopes and coordinates
+        fit = self.fit(seen)
+        mean = along.transpose(1, 2) @ fit.alpha  # (P, r, K)
+        spread = torch.eye(rank) / outputs - along.transpose(1, 2) @ fit.inverse @ along
+        second = mean @ mean.transpose(1, 2) + outputs * spread
+        weight = seen.real / (seen.errors(self.drift) + self.floor * seen.noise.size(2))
+        weighted = weight.unsqueeze(2)
+
+        def spread_back(rows: Tensor) -> Tensor:
+            """Sum over points and slopes of z times a row, shape (d, r)."""
+            return seen.noise.flatten(0, 1).T @ (weighted * rows).flatten(0, 1)
+
+        def normal(directions: Tensor) -> Tensor:
+            return spread_back(seen.noise @ directions @ second) + 1e-6 * directions
+
+        target = spread_back(seen.slopes @ mean.transpose(1, 2))
+        found = self.directions
+        residual = target - normal(found)
+        way, size = residual, residual.square().sum()
+        for _ in range(STEPS):
+            if float(size) <= 0:
+                break
+            image = normal(way)
+            length = size / (way * image).sum()
+            found, residual = found + length * way, residual - length * image
+            size, before = residual.square().sum(), size
+            way = residual + size / before * way
+        return found
+
+    def missed(self, seen: Measured) -> float:
+        """Share of this step's slopes, in square, that all others do not explain."""
+        fresh = (seen.real & (seen.age == 0)).unsqueeze(2)
+        left = (self.fit(seen).held_out * fresh).square().sum()
+        return float(left / (seen.slopes * fresh).square().sum().clamp(min=1e-30))

@@ -1,0 +1,1 @@
+"""Diagnostics: how good gradient estimates are, and at which sigma."""

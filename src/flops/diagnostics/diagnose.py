@@ -1,0 +1,262 @@
+"""Diagnostics: how good the gradient estimates of a model are on a batch, and at which sigma.
+
+For every group and allocator: cosine to the exact gradient, J against the optimal allocation, the
+signal-to-noise ratio, cost; and a sweep over sigma (`flops.diagnostics.sigma`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
+from flops.allocators.base import Allocator, Learner
+from flops.allocators.objective import integer_optimum, objective
+from flops.diagnostics.exact import cosine, exact_gradients
+from flops.diagnostics.sigma import SigmaRow, sweep
+from flops.engine.allocation import spend
+from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.groups import Group, ResolvedGroup
+from flops.engine.step import Session
+from flops.estimators.variance import traces_of
+from flops.passes.batch import LossFunction
+from flops.passes.local_vjp import Gradients
+
+SIGMAS = tuple(10.0**e for e in range(-6, 1))
+LEARN_STEPS = 30
+
+
+@dataclass(frozen=True)
+class AllocatorRow:
+    """One group under one allocator.
+
+    Attributes:
+        cosine: Mean cosine to the exact gradient over repeats; NaN without an exact gradient.
+        cosine_spread: Its standard deviation over repeats.
+        over_optimal: J over that of the best integer counts with the same floor.
+        equal_over: J of equal counts over J, the factor of variance that was saved.
+        snr: Mean signal-to-noise ratio.
+        forward_equivalents: Passes of one point that an estimate takes, the clean pass left out.
+        seconds: Median time of an estimate.
+    """
+
+    group: str
+    allocator: str
+    cosine: float
+    cosine_spread: float
+    over_optimal: float
+    equal_over: float
+    snr: float
+    forward_equivalents: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ShapingRow:
+    """Shaped noise at one site of a group.
+
+    Attributes:
+        k: Directions that a point is asked in here, on average.
+        captured: Held-out estimate of the share of the gradient's energy in these.
+        explore: Share of isotropic queries of the group.
+        cosine: Mean cosine of the group's gradient to the exact one.
+    """
+
+    group: str
+    site: str
+    k: float
+    captured: float
+    explore: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All rows; `to_dict` for JSON."""
+
+    loss: float
+    allocators: list[AllocatorRow]
+    sigmas: list[SigmaRow]
+    shaping: list[ShapingRow] = dataclasses.field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and names."""
+        return dataclasses.asdict(self)
+
+    def recommended(self, group: str) -> float | None:
+        """The recommended sigma of a group; None if its estimator has none."""
+        found = [row.sigma for row in self.sigmas if row.group == group and row.recommended]
+        return found[0] if found else None
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    groups: Group | Sequence[Group] | None = None,
+    allocators: Mapping[str, Allocator] | None = None,
+    repeats: int = 8,
+    trace_queries: int = 100,
+    sigmas: Sequence[float] = SIGMAS,
+    seed: int = 0,
+    chunk: int | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """Measure estimates on one batch; parameters and ``.grad`` are left alone.
+
+    Args:
+        model: The model.
+        loss_fn: One loss per point.
+        inputs: Inputs of the batch.
+        targets: Targets of the batch.
+        groups: As for `ForwardGradient`; None for automatic ones.
+        allocators: By name; by default Equal, Bernoulli, Gaussian and Neyman. Learning ones learn
+            from traces of this batch until they have converged.
+        repeats: Estimates per group and allocator.
+        trace_queries: Queries per point that measure the traces for J.
+        sigmas: To sweep over; empty for no sweep.
+        seed: Key of the noise.
+        chunk: Most rows in one pass.
+        state: ``state_dict()`` of an engine with the same groups in training, whose shaped noise
+            is diagnosed. Without it, shaped noise learns from this very batch first, and looks
+            better than it would on batches it has not seen.
+
+    Returns:
+        Rows by group and allocator, by group and sigma, and by site with shaped noise.
+    """
+    chosen = allocators or {
+        "equal": Equal(),
+        "bernoulli": Bernoulli(),
+        "gaussian": Gaussian(),
+        "neyman": Neyman(),
+    }
+    # The engine only serves to open a session; a Gaussian in it asks for embeddings.
+    fg = ForwardGradient(model, loss_fn, groups, seed=seed, chunk=chunk)
+    fg.embed_points()
+    allocator_rows: list[AllocatorRow] = []
+    sigma_rows: list[SigmaRow] = []
+    shaping_rows: list[ShapingRow] = []
+    if state is not None:
+        fg.load_state_dict(state)
+    with fg.session(inputs, targets) as session:
+        exact = exact_gradients(fg.model, session.passes.batch)
+        for number, group in enumerate(fg.groups):
+            if group.estimator.minimum_queries == 0:
+                continue
+            bench = _Bench(fg, session, number, group, exact)
+            if getattr(group.estimator, "shaping", None) is not None:
+                shaping_rows += bench.shaping(repeats)
+            allocator_rows += bench.allocators(chosen, repeats, trace_queries)
+            if sigmas and hasattr(group.estimator, "sigma"):
+                sigma_rows += sweep(group, bench.binding, bench.queries, sigmas, exact)
+    return Diagnosis(float(session.losses.mean()), allocator_rows, sigma_rows, shaping_rows)
+
+
+class _Bench:
+    """Measurements of one group on an open session."""
+
+    def __init__(
+        self,
+        fg: ForwardGradient,
+        session: Session,
+        number: int,
+        group: ResolvedGroup,
+        exact: Gradients | None,
+    ) -> None:
+        self._fg, self._session, self._number, self._group = fg, session, number, group
+        # Rounding is what the sweep shows; a warning beside it would only repeat that.
+        self._exact = exact
+        self._memory: dict[str, Any] = {**fg.memory[group.name], "warned_of_rounding": True}
+        self._fixed = False
+        self.binding = session.layout.bindings[number]
+
+    def queries(self, step: int, counts: Tensor | None = None) -> Any:
+        key = (self._fg.seed, step, self._number)
+        memory = dict(self._memory) if self._fixed else self._memory
+        return self._session.queries(self._group.name, key, memory, counts)
+
+    def shaping(self, repeats: int) -> list[ShapingRow]:
+        """Learn, if nothing is known yet; from then on every estimate starts from the same."""
+        spend_equally = Equal()
+        signal = self._fg.signal(self._number, self._session)
+        if "moments" not in self._memory:
+            for step in range(LEARN_STEPS):
+                spend(self._group, self.binding, spend_equally, signal, self.queries(step))
+        self._fixed = True
+        found = [
+            spend(self._group, self.binding, spend_equally, signal, self.queries(10**5 + step))
+            for step in range(repeats)
+        ]
+        seen = statistics.mean(cosine(one.gradients, self._exact) for one in found)
+        report = found[-1].shaping
+        assert report is not None
+        return [
+            ShapingRow(self._group.name, s.site, s.k, s.captured, report.explore, seen)
+            for s in report.sites
+        ]
+
+    def allocators(
+        self, chosen: Mapping[str, Allocator], repeats: int, trace_queries: int
+    ) -> list[AllocatorRow]:
+        estimator, size = self._group.estimator, len(self._session.losses)
+        signal = self._fg.signal(self._number, self._session)
+        traces = None
+        if not estimator.shared:
+            counts = torch.full((size,), trace_queries // estimator.unit * estimator.unit)
+            reference = estimator.estimate(self.binding, self.queries(10**6, counts))
+            traces = traces_of(reference, size)
+            values = traces.values.numpy()
+            floor = max(1, signal.minimum)
+            best = float(
+                objective(values, integer_optimum(values, signal.budget, floor).astype(np.float64))
+            )
+            equal = float(objective(values, np.full(size, signal.budget / size, dtype=np.float64)))
+        rows = []
+        for name, allocator in chosen.items():
+            if estimator.shared and not isinstance(allocator, Equal):
+                continue  # all points share the draws: there is nothing to allocate
+            mine = copy.deepcopy(allocator)
+            if traces is not None and isinstance(mine, Learner):
+                for step in range(LEARN_STEPS):
+                    key = (self._fg.seed, 10**6 + step, self._number)
+                    mine.learn(dataclasses.replace(signal, key=key), traces)
+            seen, costs, seconds, variances, ratios = [], [], [], [], []
+            for step in range(repeats):
+                before = self._session.ledger.queries + self._session.ledger.local
+                started = time.perf_counter()
+                key = (self._fg.seed, step, self._number)
+                now = dataclasses.replace(signal, key=key)
+                frozen = copy.copy(mine)  # what this repeat teaches it is not kept
+                spent = spend(self._group, self.binding, frozen, now, self.queries(step))
+                seconds.append(time.perf_counter() - started)
+                costs.append(self._session.ledger.queries + self._session.ledger.local - before)
+                seen.append(cosine(spent.gradients, self._exact))
+                ratios.append(spent.signal_to_noise)
+                if traces is not None:
+                    variances.append(float(objective(values, spent.counts.double().numpy())))
+            cost = statistics.mean(variances) if variances else float("nan")
+            rows.append(
+                AllocatorRow(
+                    self._group.name,
+                    name,
+                    statistics.mean(seen),
+                    float(np.std(seen, ddof=1)) if repeats > 1 else 0.0,
+                    cost / best if variances else float("nan"),
+                    equal / cost if variances else float("nan"),
+                    statistics.mean(ratios),
+                    statistics.mean(costs),
+                    statistics.median(seconds),
+                )
+            )
+        return rows

@@ -1,0 +1,92 @@
+"""The sigma sweep: large enough for rounding, small enough for linearity.
+
+Slopes under the same noise do not depend on sigma where the loss is linear: below, rounding
+changes them from one sigma to the next, above, curvature does. The recommended sigma is the one
+whose slopes differ least from those of its neighbours; no gradient is needed to find it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flops.diagnostics.exact import cosine
+from flops.engine.groups import ResolvedGroup
+from flops.engine.queries import Queries
+from flops.passes.local_vjp import Gradients
+
+
+@dataclass(frozen=True)
+class SigmaRow:
+    """One group at one sigma.
+
+    Attributes:
+        change: Relative change of the slopes to the neighbouring sigmas; small is good.
+        rounding_units: Median loss difference over the rounding of the loss.
+        recommended: Whether this is the sigma with the least change.
+    """
+
+    group: str
+    sigma: float
+    change: float
+    rounding_units: float
+    cosine: float
+    recommended: bool
+
+
+def sweep(
+    group: ResolvedGroup,
+    binding: Any,
+    queries: Callable[[int, Tensor], Queries],
+    sigmas: Sequence[float],
+    exact: Gradients | None,
+) -> list[SigmaRow]:
+    """Four draws per point at each sigma, all with the same noise.
+
+    Args:
+        group: A group whose estimator has a sigma.
+        binding: What the estimator worked out for the structure.
+        queries: Queries of the group for a step and counts.
+        sigmas: At least three, in any order.
+        exact: The exact gradient, for the cosine.
+    """
+    estimator: Any = group.estimator
+    slopes, cosines = [], []
+    ordered = sorted(sigmas)
+    losses = queries(0, torch.empty(0)).losses
+    counts = torch.full((len(losses),), max(4 * estimator.unit, estimator.minimum_queries))
+    for sigma in ordered:
+        changed = dataclasses.replace(estimator, sigma=sigma)
+        estimate = changed.estimate(binding, queries(0, counts))
+        slopes.append(estimate.slopes.double())
+        cosines.append(cosine(estimate.gradients, exact))
+    if any(len(found) == 0 for found in slopes):
+        return []
+    steps = [_relative(a, b) for a, b in pairwise(slopes)]
+    changes = [max(steps[max(0, i - 1) : i + 1], default=torch.inf) for i in range(len(ordered))]
+    # The ends have one neighbour only, which may fail with them: never recommended.
+    inner = range(1, len(ordered) - 1) if len(ordered) > 2 else range(len(ordered))
+    best = min(inner, key=lambda i: changes[i])
+    unit = torch.finfo(losses.dtype).eps * max(1.0, float(losses.abs().median()))
+    return [
+        SigmaRow(
+            group.name,
+            sigma,
+            changes[i],
+            float((slopes[i] * sigma).abs().median()) / unit,
+            cosines[i],
+            i == best,
+        )
+        for i, sigma in enumerate(ordered)
+    ]
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    scale = float(torch.minimum(a.square().mean(), b.square().mean()).sqrt())
+    return float((a - b).square().mean().sqrt()) / scale if scale > 0 else torch.inf

@@ -1,0 +1,1 @@
+"""The engine: one step of forward learning, from counts to gradients."""

@@ -1,0 +1,148 @@
+"""Automatic groups: the repeated blocks in three, what stands before and after them apart.
+
+A model with several stacks (two towers) gets such groups for each. Parameters that belong to no
+module that could be perturbed (a bare scale in the root) are estimated by SPSA with shared draws.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from flops.engine.groups import Group
+from flops.errors import CoverageError
+from flops.estimators.base import Estimator
+from flops.estimators.spsa import SPSA
+
+PARTS = 3
+
+
+@dataclass(frozen=True)
+class _Stack:
+    name: str
+    blocks: tuple[str, ...]
+
+
+def automatic_groups(
+    modules: Mapping[str, nn.Module],
+    estimator: Estimator,
+    queries: float = 20,
+    parts: int = PARTS,
+) -> list[Group]:
+    """Groups for any model: see the module's docstring.
+
+    Args:
+        modules: All modules by name, the root under the empty name.
+        estimator: Estimator of every group of modules.
+        queries: Mean queries per point and group.
+        parts: Groups into which a stack of blocks is cut.
+    """
+    if not any(_trains(module) for module in modules.values()):
+        raise CoverageError("the model has no trainable parameters: nothing requires a gradient")
+    stacks = _stacks(modules)
+    inside = {name for stack in stacks for name in stack.blocks}
+    rest, loose = _rest(modules, inside)
+    order = {name: place for place, name in enumerate(modules)}
+    around: dict[tuple[str, str], list[str]] = {}
+    for name in rest:
+        stack = max(stacks, key=lambda s: (_shared_parts(s.name, name), -order[s.name]))
+        side = "before" if order[name] < order[stack.name] else "after"
+        around.setdefault((stack.name, side), []).append(name)
+    groups: list[Group] = []
+    for stack in stacks:
+        label = f"{stack.name}." if len(stacks) > 1 else ""
+        pieces = [("before", around.get((stack.name, "before"), []))]
+        pieces += [(f"blocks-{i + 1}", part) for i, part in enumerate(_cut(stack.blocks, parts))]
+        # With prefix reuse a query behind the blocks is almost free: no need to share any.
+        pieces += [(name, [name]) for name in around.get((stack.name, "after"), [])]
+        for piece, names in pieces:
+            if names:
+                name = piece if piece in modules else label + piece
+                groups.append(Group(names, estimator, queries, name=name))
+    if loose:
+        groups.append(
+            Group(parameters=loose, estimator=SPSA(shared=True), queries=queries, name="loose")
+        )
+    return groups
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _stacks(modules: Mapping[str, nn.Module]) -> list[_Stack]:
+    """Outermost containers that repeat one class of trainable blocks, or the model's children."""
+    stacks: list[_Stack] = []
+    for name, module in modules.items():
+        if any(name.startswith(f"{stack.name}.") for stack in stacks):
+            continue
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = {f"{name}.{n}" if name else n: c for n, c in module.named_children()}
+        children = {n: c for n, c in children.items() if _trains(c)}
+        kinds = Counter(type(child) for child in children.values())
+        if kinds and kinds.most_common(1)[0][1] >= 2:
+            kind = kinds.most_common(1)[0][0]
+            blocks = tuple(n for n, c in children.items() if type(c) is kind)
+            stacks.append(_Stack(name, blocks))
+            if not name:
+                return stacks
+    if stacks:
+        return stacks
+    return [_children_stack(*next(iter(modules.items())))]
+
+
+def _children_stack(name: str, module: nn.Module) -> _Stack:
+    """The trainable children of the first module that has several, or that module itself."""
+    children = [(n, c) for n, c in module.named_children() if _trains(c)]
+    # The root's noise would sit at the loss, and its local product be backpropagation: its own
+    # parameters go with the loose ones. Further in, they act in the module's forward.
+    own = any(p.requires_grad for p in module.parameters(recurse=False))
+    if not children or (own and name) or isinstance(module, nn.MultiheadAttention):
+        return _Stack(name, (name,))
+    prefix = f"{name}." if name else ""
+    if len(children) == 1:
+        return _children_stack(prefix + children[0][0], children[0][1])
+    return _Stack(name, tuple(prefix + n for n, _ in children))
+
+
+def _rest(
+    modules: Mapping[str, nn.Module], inside: set[str]
+) -> tuple[list[str], list[nn.Parameter]]:
+    """Maximal trainable modules outside the blocks, and parameters between them."""
+    rest: list[str] = []
+    loose: dict[nn.Parameter, None] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        if name in inside or name not in modules or not _trains(module):
+            return  # a module under a second name was visited under its first
+        prefix = f"{name}." if name else ""
+        if not any(block.startswith(prefix) for block in inside):
+            rest.append(name)
+            return
+        loose.update(dict.fromkeys(p for p in module.parameters(recurse=False) if p.requires_grad))
+        for child_name, child in module.named_children():
+            visit(prefix + child_name, child)
+
+    name, root = next(iter(modules.items()))
+    visit(name, root)
+    return rest, list(loose)
+
+
+def _cut(blocks: tuple[str, ...], parts: int) -> list[list[str]]:
+    parts = min(parts, len(blocks))
+    edges = [len(blocks) * i // parts for i in range(parts + 1)]
+    return [list(blocks[a:b]) for a, b in pairwise(edges)]
+
+
+def _shared_parts(left: str, right: str) -> int:
+    count = 0
+    for a, b in zip(left.split("."), right.split("."), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,189 @@
+"""How noisy an estimate is, from the scalars of the queries alone.
+
+One draw of point j has the covariance trace
+
+    Tr_j = mean_i w_ij^2 * F_j   (plus a small term),
+
+with the slopes w and a factor F_j: |D_theta phi(x_j)|_F^2 for likelihood ratio, the number of
+perturbed parameters for ES and SPSA. The batch gradient's variance is then
+V = (1/B^2) sum_j Tr_j / n_j for n_j draws.
+
+F_j has a closed form for common leaves (for a Linear's weight d_out * sum_t |x_t|^2; the bias adds
+d_out per token). For a block or stage it is one number for all points, from a random local
+product; it varies little over the points and slowly over the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flops.allocators.base import Traces
+from flops.engine.queries import Estimate, Queries
+from flops.passes.local_vjp import Gradients, LocalTarget
+from flops.perturb.activations import Sites
+from flops.perturb.random import NoiseStream
+
+ENERGY_STEPS = 8
+CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
+
+
+class LeafEnergies:
+    """Collects F_j = sum over targets of |D_theta phi(x_j)|_F^2 while the local products run."""
+
+    def __init__(self, sites: Sites, queries: Queries) -> None:
+        modules, calls = queries.passes.modules, queries.passes.structure.calls
+        self._modules = {t.last: modules[calls[t.last].name] for t in sites.local}
+        self.total = torch.zeros(queries.size, dtype=torch.float64)
+        self.closed = all(
+            t.first == t.last
+            and type(self._modules[t.last]) in CLOSED_FORMS
+            and calls[t.last].inputs[0].axis == 0
+            for t in sites.local
+        )
+
+    def see(self, points: Tensor, target: LocalTarget, given: Any) -> None:
+        """Add the energies of one target for these points."""
+        if self.closed:
+            args, kwargs = given
+            x = args[0] if args else next(iter(kwargs.values()))
+            found = leaf_energy(self._modules[target.last], x)
+            self.total[points] += found.double().cpu()
+
+
+def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
+    """|D_theta phi(x)|_F^2 of each row, for the trainable parameters of a leaf, shape (rows,)."""
+    weight: Any = module.weight
+    bias: Any = getattr(module, "bias", None)
+    # Squares of half precision overflow from 256 on.
+    wide = torch.promote_types(torch.float32, x.dtype) if x.is_floating_point() else x.dtype
+    x = x.detach().to(wide)
+    rows, squares = len(x), x
+    if isinstance(module, nn.Linear):
+        outputs = x[0].numel() // module.in_features * module.out_features
+        squares = squares.square().flatten(1).sum(1) * module.out_features
+    elif isinstance(module, nn.LayerNorm):
+        normal = F.layer_norm(squares, tuple(module.normalized_shape), eps=module.eps)
+        outputs, squares = normal[0].numel(), normal.square().flatten(1).sum(1)
+    elif isinstance(module, nn.Embedding):
+        used = squares != (-1 if module.padding_idx is None else module.padding_idx)
+        outputs, squares = 0, used.flatten(1).sum(1).float() * module.embedding_dim
+    else:
+        assert isinstance(module, nn.Conv1d | nn.Conv2d)
+        ones = torch.ones(module.groups, *weight.shape[1:], dtype=x.dtype, device=x.device)
+        if module.padding_mode != "zeros":
+            padded: Any = module._reversed_padding_repeated_twice
+            squares = F.pad(squares, padded, mode=module.padding_mode)
+        padding: Any = module.padding if module.padding_mode == "zeros" else 0
+        convolve: Any = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
+        patches = convolve(
+            squares.square(), ones, None, module.stride, padding, module.dilation, module.groups
+        )
+        outputs = patches[0, 0].numel() * module.out_channels
+        squares = patches.flatten(1).sum(1) * (module.out_channels // module.groups)
+    total = squares if weight is not None and weight.requires_grad else torch.zeros(rows)
+    return total + outputs if bias is not None and bias.requires_grad else total
+
+
+def jacobian_energy(sites: Sites, queries: Queries) -> float:
+    """Mean over points of |D_theta phi|_F^2, by random local products.
+
+    For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. One product is noisy, so
+    each of a group's first steps takes one, and their mean is kept.
+    """
+    total, count = queries.memory.get("jacobian_energy", (0.0, 0))
+    if count < ENERGY_STEPS:
+        ones = [1] * queries.size
+        stream = NoiseStream("rademacher", (*queries.key, -1), queries.ids, ones, sites.size)
+        points = torch.arange(queries.size)
+        signs = stream.rows(points, torch.zeros_like(points))
+        own = queries.team.span(queries.size)
+        found = queries.products(sites.local_prefix, sites.local, sites.split(signs), own)
+        gradients = queries.gathered(found, sites.local)
+        total, count = total + energy(gradients) / queries.size, count + 1
+        queries.memory["jacobian_energy"] = (total, count)
+    return float(total / count)
+
+
+def mean_by_point(values: Tensor, points: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Mean of the values of each point, and how many there were; 0 where there were none."""
+    counts = torch.zeros(size, dtype=values.dtype).index_add_(0, points, torch.ones_like(values))
+    sums = torch.zeros(size, dtype=values.dtype).index_add_(0, points, values)
+    return sums / counts.clamp(min=1), counts
+
+
+def traces_of(estimate: Estimate, size: int) -> Traces:
+    """Tr_j of every point from the slopes of its own draws."""
+    assert estimate.points is not None
+    squares, draws = mean_by_point(estimate.slopes.double().square(), estimate.points, size)
+    if estimate.shaped is not None:  # known directions would count too much or too little
+        squares = estimate.shaped.energy.double()
+    return Traces(squares, draws, torch.as_tensor(estimate.factors).double().expand(size))
+
+
+def variance(estimate: Estimate, size: int) -> float:
+    """V, the trace of the batch gradient's covariance; its squared error under shaped noise."""
+    if len(estimate.slopes) == 0:
+        return 0.0
+    if estimate.points is None:  # shared draws: one slope for the whole batch
+        squares = estimate.slopes.double().square()
+        return float(squares.mean()) * float(estimate.factors) / len(squares)
+    if estimate.shaped is not None:
+        errors = estimate.shaped.error.double() / estimate.shaped.dimensions
+        return float((errors * torch.as_tensor(estimate.factors)).sum()) / size**2
+    traces = traces_of(estimate, size)
+    n = traces.draws.clamp(min=1)
+    per_point = traces.values / n
+    if estimate.directions > 1:  # orthogonal draws: full blocks are exact, the rest is sampled
+        d = float(estimate.directions)
+        rest = traces.draws % d
+        per_point = traces.values * rest / n.square() * (d - rest) / (d - 1)
+    return float(per_point.sum()) / size**2
+
+
+def energy(gradients: Gradients) -> float:
+    """|g|^2 over all parameters."""
+    return sum(float(g.double().square().sum()) for g in gradients.values())
+
+
+def gradient_traces(
+    estimator: Any,
+    binding: Any,
+    queries: Queries,
+    draws: int,
+    parameters: Sequence[nn.Parameter] | None = None,
+) -> Tensor:
+    """Tr_j from the gradients of single draws, the paper's way; to check the scalars by.
+
+    Every draw of every point is turned into a gradient of its own, so this costs a local product
+    per draw. The trace is their summed sample variance.
+
+    Args:
+        estimator: The group's estimator, with independent draws.
+        binding: What it worked out for the structure.
+        queries: The group's queries.
+        draws: Draws per point, at least 2.
+        parameters: Those to measure on (the paper subsamples); all by default.
+
+    Returns:
+        Traces, shape (B,).
+    """
+    found = torch.zeros(queries.size, dtype=torch.float64)
+    for point in range(queries.size):
+        counts = torch.zeros(queries.size, dtype=torch.long)
+        counts[point] = estimator.unit
+        samples = []
+        for draw in range(draws):
+            one = replace(queries, counts=counts, key=(*queries.key, draw))
+            gradients = estimator.estimate(binding, one).gradients
+            wanted = gradients if parameters is None else parameters
+            # The estimate is of the batch mean: its one point has the weight 1/B.
+            flat = [queries.size * gradients[p].double().flatten() for p in wanted]
+            samples.append(torch.cat(flat))
+        found[point] = torch.stack(samples).var(0).sum()
+    return found

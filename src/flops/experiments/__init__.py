@@ -1,0 +1,1 @@
+"""Experiments: comparisons and studies of the paper's claims."""

@@ -1,0 +1,183 @@
+"""One panel: the cosine of one matrix's estimated gradient, by allocator and query budget.
+
+The allocators are used as in training: those that learn have seen some earlier batches, with the
+budget they are measured at but no more than 20 queries, and none is told the exact gradient. All
+see the same batches and the same draws, so that differences between them are paired by repeat; the
+draws of a small budget are the first ones of a large budget.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from flops.allocators import Allocator, Bernoulli, Equal, Gaussian, Neyman
+from flops.allocators.base import Learner
+from flops.diagnostics.exact import cosine, exact_gradients
+from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.groups import Group
+from flops.engine.step import Session
+from flops.errors import FlopsError
+from flops.estimators import ES, SPSA, Estimator, LikelihoodRatio
+from flops.estimators.variance import energy
+from flops.experiments.cells import Result
+from flops.experiments.matrices import matrix_of, third_of
+from flops.experiments.shared_draws import spend_sharing
+from flops.experiments.starts import Start, batch_of, load_start
+from flops.tasks.classification.models import parts
+from flops.tasks.classification.task import loss_fn
+from flops.tasks.data.images import ImageData
+
+ALLOCATORS: dict[str, Callable[[], Allocator]] = {
+    "equal": Equal,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+    "neyman": Neyman,
+    "diagonal": lambda: Gaussian(kernel=False),
+}
+ESTIMATORS: dict[str, Callable[[float], Estimator]] = {
+    "lr": lambda sigma: LikelihoodRatio(sigma, "leaf"),
+    "spsa": SPSA,
+    "es": ES,
+}
+WARM_QUERIES = 20  # more would teach the few parameters of an allocator nothing new
+WARM, MEASURE = 1, 2  # which batches
+MEASURED = 10**6  # the first step that is measured; its noise is none of the warm-up's
+
+
+@dataclass(frozen=True)
+class Panel(Start):
+    """Settings of one panel.
+
+    Attributes:
+        estimator: A key of `ESTIMATORS`.
+        matrix: Which matrix of the layer; see `flops.experiments.matrices`.
+        layer: Number of the layer, from 1 on.
+        budgets: Mean queries per point.
+        allocators: Keys of `ALLOCATORS`.
+        perturb: The matrix alone, or the third of the layers that it lies in, all of them leaves;
+            the cosine is that of the matrix in both cases.
+        repeats: Batches, each with noise of its own.
+        batch: Points of a batch.
+        warm: Batches that learned allocators have seen before.
+        sigma: Noise scale.
+    """
+
+    estimator: str = "lr"
+    matrix: str = "key"
+    layer: int = 1
+    budgets: tuple[int, ...] = (5, 10, 20, 50, 100, 200)
+    allocators: tuple[str, ...] = ("equal", "bernoulli", "gaussian", "neyman")
+    perturb: Literal["matrix", "third"] = "matrix"
+    repeats: int = 20
+    batch: int = 32
+    warm: int = 12
+    sigma: float = 1e-3
+
+
+def named(table: dict[str, Any], name: str, what: str) -> Any:
+    """An entry of a table.
+
+    Raises:
+        FlopsError: If there is none; the message lists all.
+    """
+    if name not in table:
+        raise FlopsError(f"there is no {what} '{name}': give one of {', '.join(table)}")
+    return table[name]
+
+
+def measure_panel(folder: Path, panel: Panel) -> Result:
+    """Cosines and noise by allocator, then by budget and repeat.
+
+    Args:
+        folder: Of the study, with the start models.
+        panel: What to measure.
+
+    Returns:
+        ``cosine`` and ``noise`` (trace of the estimate's covariance, from its own queries) by
+        allocator; ``norm``, the squared length of the exact gradient, and ``loss`` by repeat.
+    """
+    started = time.perf_counter()
+    model, data = load_start(folder, panel.start)
+    estimator = named(ESTIMATORS, panel.estimator, "estimator")(panel.sigma)
+    weight, groups = _perturbed(model, panel, estimator)
+    fg = ForwardGradient(model, loss_fn, groups, seed=panel.seed)
+    fg.embed_points()
+    learned = _warmed(fg, data, panel)
+    found: Result = {
+        kind: {name: [[] for _ in panel.budgets] for name in panel.allocators}
+        for kind in ("cosine", "noise")
+    }
+    norms, losses = [], []
+    for repeat in range(panel.repeats):
+        with _session(fg, data, panel, MEASURE, repeat) as session:
+            exact = exact_gradients(fg.model, session.passes.batch)
+            assert exact is not None
+            fresh = {key: copy.copy(a) for key, a in learned.items()}  # repeats teach nothing
+            for (budget, name), spent in _spent(fg, session, fresh, MEASURED + repeat).items():
+                place = panel.budgets.index(budget)
+                own = {weight: spent.gradients[weight]}
+                found["cosine"][name][place].append(cosine(own, exact))
+                found["noise"][name][place].append(spent.noise)
+            norms.append(energy({weight: exact[weight]}))
+            losses.append(float(session.losses.mean()))
+    return {**found, "norm": norms, "loss": losses, "seconds": time.perf_counter() - started}
+
+
+def _perturbed(
+    model: nn.Module, panel: Panel, estimator: Estimator
+) -> tuple[nn.Parameter, list[Group]]:
+    """The matrix, and what is perturbed; everything else is frozen."""
+    model.requires_grad_(False)
+    module, layers = matrix_of(model, panel.layer, panel.matrix), parts(model).layers
+    targets: list[nn.Module] = [module]
+    if panel.perturb == "third":
+        targets = [layers[number - 1] for number in third_of(panel.layer, len(layers))]
+    for target in targets:
+        target.requires_grad_(True)
+    if panel.perturb == "matrix" and module.bias is not None:
+        module.bias.requires_grad_(False)
+    weight: Any = module.weight
+    return weight, [Group(targets, estimator, WARM_QUERIES, name="panel")]
+
+
+def _warmed(fg: ForwardGradient, data: ImageData, panel: Panel) -> dict[tuple[int, str], Allocator]:
+    """Allocators by budget and name; those that learn have learned."""
+    fresh = {name: named(ALLOCATORS, name, "allocator") for name in panel.allocators}
+    made = {(budget, name): make() for budget in panel.budgets for name, make in fresh.items()}
+    # Beyond this many queries all budgets learn alike: they share one warm-up.
+    alike = {key: (min(key[0], WARM_QUERIES), key[1]) for key in made}
+    learners: dict[tuple[int, str], Allocator] = {
+        alike[key]: a for key, a in made.items() if isinstance(a, Learner)
+    }
+    for step in range(panel.warm if learners else 0):
+        with _session(fg, data, panel, WARM, step) as session:
+            _spent(fg, session, learners, step)
+    return {key: copy.copy(learners.get(alike[key], own)) for key, own in made.items()}
+
+
+def _session(fg: ForwardGradient, data: ImageData, panel: Panel, use: int, number: int) -> Any:
+    rows = batch_of(data, panel.batch, panel.seed, use, number)
+    pixels, labels = data.train.batch(rows)
+    device = next(fg.model.parameters()).device
+    return fg.session(pixels.to(device), labels.to(device), index=rows)
+
+
+def _spent(
+    fg: ForwardGradient, session: Session, chosen: dict[tuple[int, str], Allocator], step: int
+) -> dict[tuple[int, str], Any]:
+    """Estimates of one batch by budget and allocator, which learn from them."""
+    key = (fg.seed, step, 0)
+    signal = dataclasses.replace(fg.signal(0, session), key=key)
+    # Rounding is part of what is measured; one warning for each cell would say nothing new.
+    queries = session.queries("panel", key, {"warned_of_rounding": True})
+    asked = [(budget, allocator) for (budget, _), allocator in chosen.items()]
+    found = spend_sharing(fg.groups[0], session.layout.bindings[0], asked, signal, queries)
+    return dict(zip(chosen, found, strict=True))

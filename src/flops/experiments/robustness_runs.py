@@ -1,0 +1,175 @@
+"""The models of the study of robustness: finished runs of `flops finetune`, read and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import nn
+
+from flops.errors import FlopsError
+from flops.storage.plain import parse_object
+from flops.tasks.classification.config import Config
+from flops.tasks.classification.models import load_model
+from flops.tasks.classification.task import load_data
+from flops.tasks.data.images import ImageData, ImageFormat
+from flops.training.methods import MethodName
+from flops.training.run_directory import is_run, read_config
+
+LAST = "preprocessor_config.json"  # what a run writes last of its model: with it, all is there
+DATA = ("data", "data_config", "image_column", "label_column", "split_column", "splits", "strict")
+# What runs of one method may differ in: none of it changes what is trained.
+APART: tuple[str, ...] = (
+    "seed",
+    "output",
+    "test",
+    "evaluate_every",
+    "marks",
+    "chunk",
+    "device",
+    "timeout",
+)
+APART += ("checkpoint_steps", "checkpoint_seconds")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A finished run, and what tells its weights from others.
+
+    Attributes:
+        path: The run folder.
+        config: Its settings.
+        classes: Names of the classes that the model was trained on.
+        digest: Of the weights, the preprocessing and the data's settings.
+    """
+
+    path: Path
+    config: Config
+    classes: tuple[str, ...]
+    digest: str
+
+    @property
+    def method(self) -> MethodName:
+        """How it was trained."""
+        return self.config.method
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.config.seed
+
+
+def read_run(path: Path) -> FinishedRun:
+    """A run folder with its model.
+
+    Raises:
+        FlopsError: If it is none, or the run has not finished.
+    """
+    if not path.is_dir():
+        raise FlopsError(f"no folder {path}: give the folders of finished runs of `flops finetune`")
+    if not is_run(path):
+        inside = [p.name for p in sorted(path.iterdir()) if is_run(p)]
+        found = "there is no config.json" if any(path.iterdir()) else "it is empty"
+        hint = "give folders that `flops finetune` wrote"
+        if inside:
+            hint = f"it holds runs, such as {inside[0]}: give those, as {path}/*"
+        raise FlopsError(f"{path} holds no run ({found}); {hint}")
+    config, model = read_config(path), path / "model"
+    weights = sorted(model.glob("*.safetensors"))
+    if not ((model / LAST).is_file() and (model / "config.json").is_file() and weights):
+        raise FlopsError(
+            f"the run in {path} has not finished (its model/ is not there, or not whole); finish "
+            f"it with: flops finetune --resume {path}"
+        )
+    try:
+        names = parse_object((model / "config.json").read_bytes())["id2label"]
+        classes = tuple(names[str(number)] for number in range(len(names)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FlopsError(f"{model / 'config.json'} does not name the classes: {error!r}") from error
+    mark = hashlib.sha256(json.dumps([getattr(config, name) for name in DATA]).encode())
+    for file in (*weights, model / LAST):
+        with file.open("rb") as content:
+            mark.update(hashlib.file_digest(content, "sha256").digest())
+    return FinishedRun(path, config, classes, mark.hexdigest()[:16])
+
+
+def check_alike(runs: Sequence[FinishedRun]) -> None:
+    """Refuse runs that one table cannot compare.
+
+    Raises:
+        FlopsError: If there are none; model, data or classes differ; a method has a seed twice;
+            or runs of a method differ in more than their seeds.
+    """
+    if not runs:
+        raise FlopsError("there is no run to measure: give --runs FOLDER..., or --methods")
+    first = runs[0]
+    for run in runs[1:]:
+        for name in ("model", "head", "limit", *DATA):
+            one, other = getattr(first.config, name), getattr(run.config, name)
+            if one != other:
+                raise FlopsError(
+                    f"{run.path} has {name} {other!r} and {first.path} has {one!r}; runs of one "
+                    "table need the same model and data: give the others in a command of their own"
+                )
+        if run.classes != first.classes:
+            raise FlopsError(
+                f"{run.path} has {len(run.classes)} classes ({', '.join(run.classes[:5])}, ...) and"
+                f" {first.path} has {len(first.classes)} ({', '.join(first.classes[:5])}, ...); "
+                "runs of one table need the same: leave out one of them"
+            )
+    seen: dict[tuple[str, int], FinishedRun] = {}
+    leading: dict[str, FinishedRun] = {}
+    for run in runs:
+        twin = seen.setdefault((run.method, run.seed), run)
+        if twin is not run:
+            raise FlopsError(
+                f"{run.path} and {twin.path} are both of {run.method} with seed {run.seed}; leave "
+                "out one of them"
+            )
+        lead = leading.setdefault(run.method, run)
+        for field in dataclasses.fields(Config):
+            values = getattr(lead.config, field.name), getattr(run.config, field.name)
+            if field.name not in APART and values[0] != values[1]:
+                raise FlopsError(
+                    f"{lead.path} and {run.path} are both of {run.method}, with {field.name} "
+                    f"{values[0]!r} and {values[1]!r}; runs of a method may differ in their seeds "
+                    "alone: leave out the others"
+                )
+
+
+def open_run(run: FinishedRun, limit: int | None) -> tuple[nn.Module, ImageFormat, ImageData]:
+    """The trained model, and the data whose test split it is measured on.
+
+    Args:
+        run: Which one.
+        limit: Most test points; None for all, also for a run that was trained on fewer.
+
+    Raises:
+        FlopsError: If model or data cannot be read, or the data have other classes now.
+    """
+    try:
+        model, format = load_model(str(run.path / "model"), len(run.classes), head="kept")
+        data = _data(dataclasses.replace(_only_data(run.config), limit=limit), format)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise FlopsError(f"the run in {run.path} cannot be measured: {error}") from error
+    if data.classes != run.classes:
+        raise FlopsError(
+            f"{run.path} was trained on the classes {', '.join(run.classes)}, and "
+            f"'{run.config.data}' has {', '.join(data.classes)} now; restore the data"
+        )
+    return model, format, data
+
+
+def _only_data(config: Config) -> Config:
+    return Config(**{name: getattr(config, name) for name in DATA})
+
+
+@lru_cache(maxsize=1)  # the next cell wants the same: folders of images are slow to decode
+def _data(config: Config, format: ImageFormat) -> ImageData:
+    return load_data(config, format)

@@ -1,0 +1,127 @@
+"""Models that the study of robustness trains itself: runs of `flops finetune` in its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from flops.errors import FlopsError
+from flops.experiments.cells import Cell, Result, run_cells
+from flops.experiments.robustness_runs import LAST, FinishedRun, read_run
+from flops.tasks.classification.config import Config
+from flops.training.loop import train
+from flops.training.methods import METHODS, MethodName
+from flops.training.run_directory import is_run
+
+# What the sweep of `flops compare` chose on the validation split, at equal epochs.
+RATES: dict[MethodName, float] = {"bp": 1e-3, "ops-lr": 1e-3, "ops-spsa": 3e-3, "shaped-lr": 1e-3}
+SIGMAS: dict[MethodName, float] = {"ops-lr": 1e-2, "ops-spsa": 1e-3, "shaped-lr": 1e-3}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One model to train; the settings of a cell."""
+
+    method: MethodName
+    learning_rate: float
+    sigma: float | None
+    epochs: int
+    model: str
+    data: str
+    queries: float
+    batch: int
+    limit: int | None = None
+    seed: int = 0
+    weights: str = ""  # digest of a model folder
+
+    def place(self, folder: Path) -> Path:
+        """Its run folder below that of the study, by all its settings."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        mark = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return folder / "models" / f"{self.method}-seed{self.seed}-{mark}"
+
+    def config(self, folder: Path) -> Config:
+        """The same for `flops finetune`."""
+        return Config(
+            model=self.model,
+            data=self.data,
+            limit=self.limit,
+            method=self.method,
+            queries=self.queries,
+            sigma=None if self.sigma is None else (self.sigma,),
+            epochs=self.epochs,
+            batch=self.batch,
+            learning_rate=self.learning_rate,
+            seed=self.seed,
+            output=str(self.place(folder)),
+        )
+
+
+def chosen(given: Sequence[str], what: str, known: dict[MethodName, float]) -> dict[str, float]:
+    """Values by method: those that are known, changed by those that are given as METHOD=VALUE.
+
+    Raises:
+        FlopsError: If one is not written so.
+    """
+    values = {str(name): value for name, value in known.items()}
+    for one in given:
+        method, equals, text = one.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not equals or method not in METHODS or not 0 < value < float("inf"):
+            raise FlopsError(
+                f"--{what} are given as METHOD=VALUE with a value greater than 0, such as "
+                f"ops-lr=1e-3, not '{one}'; methods are {', '.join(get_args(MethodName))}"
+            )
+        values[method] = value
+    return values
+
+
+def setting(method: MethodName, what: str, values: Mapping[str, float]) -> float:
+    """The value of a method.
+
+    Raises:
+        FlopsError: If none is known.
+    """
+    if method not in values:
+        raise FlopsError(f"no sweep chose for {method}: give --{what} {method}=VALUE")
+    return values[method]
+
+
+def train_model(settings: Training, folder: Path) -> Result:
+    """Train, or continue training, in the run folder; returns the last evaluation."""
+    config = settings.config(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no plots were drawn")  # the study says it once
+        found = train(config, resume=is_run(settings.place(folder)))
+    last = found.evaluations[-1]
+    return {"validation": last.accuracy, "seconds": found.seconds}
+
+
+def train_models(
+    trainings: Sequence[Training], folder: Path, workers: int, console: Console
+) -> list[FinishedRun]:
+    """The models, trained where they are not there yet.
+
+    Raises:
+        FlopsError: If training failed.
+    """
+    for training in trainings:
+        training.config(folder)  # refuses what is not allowed, before anything is run
+    cells = [Cell("training", partial(train_model, folder=folder), t) for t in trainings]
+    for cell in cells:  # a model that was removed is trained again
+        if not (cell.settings.place(folder) / "model" / LAST).is_file():
+            cell.forget(folder)
+    run_cells(cells, folder, workers, console, "training")
+    return [read_run(training.place(folder)) for training in trainings]

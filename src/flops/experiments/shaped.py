@@ -1,0 +1,209 @@
+"""Shaped noise: how close its gradients are, what they train to, and where it fails.
+
+- `main`: fine-tuning the bundled ViT with shaped noise, cosine of each third of the network.
+- `problems`: shaped against isotropic noise on five other problems.
+- `accuracy`: test accuracy against backpropagation after the same number of epochs.
+- `grid`: cosine by target, queries and noise, and what each ingredient contributes.
+
+Every run is a cell (`flops.experiments.cells`): the study can be stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from rich.console import Console
+
+from flops.errors import FlopsError
+from flops.experiments.cells import Cell, Result, run_cells
+from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
+from flops.experiments.shaped_tables import (
+    accuracy_sheet,
+    best_rates,
+    grid_sheet,
+    ingredients_sheet,
+    main_sheet,
+    problems_sheet,
+    sweep_sheet,
+)
+from flops.experiments.shaped_training import THIRDS, Training, train
+from flops.report.plots import plot_over_steps
+from flops.report.table import Sheet
+from flops.storage.disk import MEASURED, writing
+from flops.storage.files import atomic_write
+
+Part = Literal["main", "problems", "accuracy", "grid"]
+PARTS: tuple[Part, ...] = get_args(Part)
+Key = TypeVar("Key")
+
+RATES = (3e-4, 1e-3, 3e-3)
+SWEEP_SEED = 100  # never among the reported seeds
+MAIN = ((20, 5, 50), (8, 8, 100))  # queries, epochs, first step that counts
+QUERIES = (4, 8, 20, 60)
+GRID_STEPS = 57  # three epochs of batches of 64
+INGREDIENTS: dict[str, dict[str, Any]] = {
+    "isotropic noise, averaged": {"method": "isotropic"},
+    "isotropic noise, posterior mean": {"explore": 1.0},
+    "isotropic, equal allocation": {"method": "isotropic", "allocator": "equal"},
+    "shaped noise": {},
+    "shaped, equal allocation": {"allocator": "equal"},
+    "shaped, unbiased": {"unbiased": True},
+    "shaped, a tenth isotropic": {"explore": 0.1},
+    "shaped, a quarter isotropic": {"explore": 0.25},
+    "shaped, half isotropic": {"explore": 0.5},
+    "isotropic, batches of 8": {"method": "isotropic", "batch": 8, "most": GRID_STEPS},
+    "shaped, batches of 8": {"batch": 8, "most": GRID_STEPS},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and where it goes.
+
+    Attributes:
+        folder: Of the results.
+        seeds: Reported seeds of `main`, `problems` and `accuracy`.
+        grid_seeds: Seeds of `grid`.
+        workers: Processes.
+        console: Shows bars and tables.
+        most: Most training steps of a run; None for all. For a quick look.
+    """
+
+    folder: Path
+    seeds: int
+    grid_seeds: int
+    workers: int
+    console: Console
+    most: int | None = None
+
+    def run(
+        self, part: str, measure: Callable[[Any], Result], rows: Mapping[Key, Any]
+    ) -> dict[Key, list[Result]]:
+        """Results of each row's settings, seed by seed; from their files where these are there."""
+        cells = {key: [Cell(part, measure, s) for s in chosen] for key, chosen in rows.items()}
+        every = [cell for row in cells.values() for cell in row]
+        found = iter(run_cells(every, self.folder, self.workers, self.console, part))
+        return {key: [next(found) for _ in row] for key, row in cells.items()}
+
+
+def _main(plan: Plan) -> list[Sheet]:
+    settings = {
+        (queries, start if plan.most is None else 0): [
+            Training(queries=queries, epochs=epochs, most=plan.most, seed=seed)
+            for seed in range(plan.seeds)
+        ]
+        for queries, epochs, start in MAIN
+    }
+    found = plan.run("main", train, settings)
+    lines = {
+        third: {
+            f"{queries} queries": (
+                results[0]["steps"],
+                [[row[number] for row in r["cosines"]] for r in results],
+            )
+            for (queries, _), results in found.items()
+        }
+        for number, third in enumerate(THIRDS)
+    }
+    plot_over_steps(plan.folder / "main.png", lines, "cosine to the exact gradient")
+    return [main_sheet(found)]
+
+
+def _problems(plan: Plan) -> list[Sheet]:
+    steps = Comparison("").steps if plan.most is None else plan.most
+    settings = {
+        name: [Comparison(name, steps=steps, seed=seed) for seed in range(plan.seeds)]
+        for name in PROBLEMS
+    }
+    found = plan.run("problems", compare, settings)
+    panels = {
+        name: {
+            arm: (range(steps), [[statistics.fmean(row) for row in r[arm]] for r in results])
+            for arm in ("shaped", "isotropic")
+        }
+        for name, results in found.items()
+    }
+    plot_over_steps(plan.folder / "problems.png", panels, "cosine to the exact gradient")
+    return [problems_sheet(found, 20 if plan.most is None else 0)]
+
+
+def _accuracy(plan: Plan) -> list[Sheet]:
+    common: dict[str, Any] = {"epochs": 8, "every": 0, "most": plan.most}
+    tried = {
+        (method, rate): [Training(method, learning_rate=rate, seed=SWEEP_SEED, **common)]
+        for method in ("shaped", "backpropagation")
+        for rate in RATES
+    }
+    sweep = plan.run("sweep", train, tried)
+    rates = best_rates(sweep)
+    settings = {
+        method: [
+            Training(method, learning_rate=rate, test=True, seed=seed, **common)
+            for seed in range(plan.seeds)
+        ]
+        for method, rate in rates.items()
+    }
+    found = plan.run("accuracy", train, settings)
+    return [sweep_sheet(sweep), accuracy_sheet(found, rates)]
+
+
+def _grid(plan: Plan) -> list[Sheet]:
+    common: dict[str, Any] = {"epochs": 3, "follow": "exact"}
+    start = 20 if plan.most is None else 0
+
+    def seeds(**chosen: Any) -> list[Training]:
+        limit = {} if plan.most is None else {"most": plan.most}
+        every = {**common, **chosen, **limit}
+        return [Training(**every, seed=seed) for seed in range(plan.grid_seeds)]
+
+    ingredients = {
+        (name, queries): seeds(queries=queries, **options)
+        for name, options in INGREDIENTS.items()
+        for queries in (8, 20)
+    }
+    grid = {
+        (targets, noise, queries): seeds(targets=targets, method=noise, queries=queries)
+        for targets in ("stage", "block", "leaf")  # the slowest last
+        for noise in ("isotropic", "shaped")
+        for queries in QUERIES
+    }
+    parts = plan.run("grid", train, ingredients)
+    return [
+        ingredients_sheet(parts, start),
+        grid_sheet(plan.run("grid", train, grid), start),
+    ]
+
+
+_RUN: dict[Part, Callable[[Plan], list[Sheet]]] = {
+    "main": _main,
+    "problems": _problems,
+    "accuracy": _accuracy,
+    "grid": _grid,
+}
+
+
+def main(parts: Sequence[Part], plan: Plan) -> None:
+    """Run the parts; tables go to the console, to tables.md and, by part, to JSON.
+
+    Raises:
+        FlopsError: If there is nothing to run, or cells failed.
+    """
+    if not parts or min(plan.seeds, plan.grid_seeds) < 1 or plan.workers < 0:
+        raise FlopsError("parts, at least one seed and workers >= 0 are needed")
+    with writing(plan.folder, "give another --output"):
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        sheets = _RUN[part](plan)
+        kept = [{"title": s.title, "header": s.header, "rows": s.rows} for s in sheets]
+        text = "\n".join(sheet.markdown() for sheet in sheets)
+        with writing(plan.folder, MEASURED):
+            atomic_write(plan.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
+            atomic_write(plan.folder / f"{part}.md", text)
+        for sheet in sheets:
+            plan.console.print(sheet.table())
+    plan.console.print(f"written to {plan.folder}")

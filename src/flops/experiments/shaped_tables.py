@@ -1,0 +1,138 @@
+"""Tables of the study of shaped noise, from the results of its cells alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from flops.experiments.cells import Result
+from flops.experiments.shaped_problems import mean_cosine
+from flops.experiments.shaped_training import THIRDS, mean_cosines
+from flops.report.intervals import Interval, interval, paired
+from flops.report.table import Sheet
+
+
+def _by_third(results: Sequence[Result], start: int) -> list[Interval]:
+    """Mean cosine of each third, over the seeds."""
+    seeds = [mean_cosines(result, start) for result in results]
+    return [interval(column) for column in zip(*seeds, strict=True)]
+
+
+def main_sheet(found: Mapping[tuple[int, int], Sequence[Result]]) -> Sheet:
+    """Cosines of each third while the ViT is fine-tuned, by queries and first step that counts."""
+    lines = []
+    for (queries, start), results in found.items():
+        seeds = [mean_cosines(result, start) for result in results]
+        least = " / ".join(f"{min(column):.3f}" for column in zip(*seeds, strict=True))
+        name = f"{queries} queries, from step {start}"
+        lines.append([name, *(i.shown() for i in _by_third(results, start)), least])
+    return Sheet(
+        "Cosine to the exact gradient while fine-tuning",
+        ["", *THIRDS, "least of the seeds"],
+        lines,
+        "Mean over the later steps and the seeds, with the 95 % interval over seeds; updates "
+        "follow the estimate.",
+    )
+
+
+def problems_sheet(found: Mapping[str, Sequence[Result]], start: int) -> Sheet:
+    """Shaped against isotropic noise, paired by seed."""
+    lines = []
+    for name, results in found.items():
+        shaped = [mean_cosine(result, "shaped", start) for result in results]
+        isotropic = [mean_cosine(result, "isotropic", start) for result in results]
+        lines.append(
+            [
+                name,
+                interval(shaped).shown(),
+                interval(isotropic).shown(),
+                paired(shaped, isotropic).shown(sign=True),
+            ]
+        )
+    return Sheet(
+        "Shaped against isotropic noise on other problems",
+        ["problem", "shaped", "isotropic", "difference"],
+        lines,
+        f"Mean cosine over groups and over the steps from {start} on, 95 % intervals over seeds, "
+        "the difference paired by seed; updates follow the exact gradient.",
+    )
+
+
+def best_rates(sweep: Mapping[tuple[str, float], Sequence[Result]]) -> dict[str, float]:
+    """By method, the rate of the best mean validation accuracy; of equals, of the least loss."""
+
+    def quality(key: tuple[str, float]) -> tuple[float, float]:
+        right = statistics.fmean(r["validation"] for r in sweep[key])
+        return right, -statistics.fmean(r["validation loss"] for r in sweep[key])
+
+    best: dict[str, float] = {}
+    for key in sorted(sweep, key=quality):
+        best[key[0]] = key[1]
+    return best
+
+
+def sweep_sheet(sweep: Mapping[tuple[str, float], Sequence[Result]]) -> Sheet:
+    """Validation accuracy by method and learning rate."""
+    rates, best = list(dict.fromkeys(rate for _, rate in sweep)), best_rates(sweep)
+    lines = []
+    for method in dict.fromkeys(method for method, _ in sweep):
+        means = (statistics.fmean(r["validation"] for r in sweep[method, x]) for x in rates)
+        lines.append([method, *(f"{100 * mean:.1f}" for mean in means), f"{best[method]:g}"])
+    header = ["validation accuracy (%)", *(f"{rate:g}" for rate in rates), "chosen"]
+    return Sheet("Learning rates, on the validation split", header, lines)
+
+
+def accuracy_sheet(found: Mapping[str, Sequence[Result]], rates: Mapping[str, float]) -> Sheet:
+    """Test accuracy and cost of every method, and differences to backpropagation."""
+    lines, truth = [], [100 * r["test"] for r in found["backpropagation"]]
+    for method, results in found.items():
+        right = [100 * r["test"] for r in results]
+        cost = interval([r["forward equivalents"] for r in results])
+        own = method == "backpropagation"
+        difference = "" if own else paired(right, truth).shown(2, sign=True)
+        lines.append(
+            [
+                method,
+                f"{rates[method]:g}",
+                interval(right).shown(2),
+                difference,
+                f"{cost.mean:,.0f}",
+                f"{statistics.fmean(r['seconds'] for r in results):.0f}",
+            ]
+        )
+    return Sheet(
+        "Test accuracy after the same number of epochs",
+        ["method", "learning rate", "test (%)", "difference", "forward equivalents", "seconds"],
+        lines,
+        "95 % intervals over seeds, the difference paired by seed; backpropagation is charged "
+        "three forward passes per point.",
+    )
+
+
+def ingredients_sheet(found: Mapping[tuple[str, int], Sequence[Result]], start: int) -> Sheet:
+    """What each ingredient contributes, at stage targets."""
+    lines = [
+        [name, str(queries), *(i.shown() for i in _by_third(results, start))]
+        for (name, queries), results in found.items()
+    ]
+    note = f"Mean cosine over the steps from {start} on; updates follow the exact gradient."
+    return Sheet("What each ingredient contributes", ["", "queries", *THIRDS], lines, note)
+
+
+def grid_sheet(found: Mapping[tuple[str, str, int], Sequence[Result]], start: int) -> Sheet:
+    """Cosines by target, noise and queries; the thirds in one cell."""
+    columns = sorted({queries for _, _, queries in found})
+    lines = []
+    for targets, noise in dict.fromkeys((t, n) for t, n, _ in found):
+        cells = []
+        for queries in columns:
+            results = found[targets, noise, queries]
+            means = (f"{i.mean:.2f}" for i in _by_third(results, start))
+            cells.append(" / ".join(means))
+        lines.append([f"{targets}, {noise}", *cells])
+    return Sheet(
+        "Cosine by target, noise and queries",
+        ["first / middle / last third", *(f"{queries} queries" for queries in columns)],
+        lines,
+        f"Mean over the steps from {start} on; updates follow the exact gradient.",
+    )

@@ -1,0 +1,172 @@
+"""One fine-tuning of the bundled ViT on the digits, with its cosines to the exact gradient.
+
+Three stages of two layers each, the embeddings frozen, the head (layer norm and classifier) a
+stage of its own with isotropic noise, Adam. The exact gradient of a batch is what
+backpropagation gives at the same parameters; the cosine is taken over all parameters of a third.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flops.allocators import Allocator, Equal, Gaussian
+from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.groups import Group
+from flops.errors import PrecisionWarning
+from flops.estimators import LikelihoodRatio
+from flops.estimators.likelihood_ratio import Targets
+from flops.subspace.config import Shaping
+from flops.tasks.classification.bundled import Split, accuracy, bundled_vit, digits, logits
+
+THIRDS = ("first third", "middle third", "last third")
+ALLOCATORS: dict[str, type[Allocator]] = {"gaussian": Gaussian, "equal": Equal}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of one run.
+
+    Attributes:
+        method: "shaped" or "isotropic" noise, or "backpropagation".
+        targets: What likelihood ratio perturbs.
+        queries: Mean queries per point and stage.
+        epochs: Epochs.
+        batch: Points of a batch.
+        learning_rate: Of Adam.
+        allocator: Of all groups.
+        explore: Share of isotropic queries; None follows the data.
+        unbiased: The unbiased option of shaped noise.
+        follow: Whether updates take the estimate, or the exact gradient, so that runs of different
+            settings see the same parameters and batches.
+        every: Steps between two cosines; 0 for none.
+        test: Whether the test split is looked at, once, after the last step.
+        most: Most steps; None for all of the epochs.
+        seed: Of the fresh head, the order of the batches and the noise.
+    """
+
+    method: str = "shaped"
+    targets: Targets = "stage"
+    queries: int = 20
+    epochs: int = 5
+    batch: int = 64
+    learning_rate: float = 1e-3
+    allocator: str = "gaussian"
+    explore: float | None = None
+    unbiased: bool = False
+    follow: Literal["estimate", "exact"] = "estimate"
+    every: int = 4
+    test: bool = False
+    most: int | None = None
+    seed: int = 0
+
+
+def train(settings: Training) -> dict[str, Any]:
+    """Run it; returns steps, cosines and what was captured at them, losses, accuracies and cost."""
+    splits, model = digits(), bundled_vit(seed=settings.seed)
+    model.vit.embeddings.requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trainable, settings.learning_rate)
+    fg = None if settings.method == "backpropagation" else _engine(model, settings)
+    steps, cosines, captured, losses = [], [], [], []
+    cost, queries, started = 0.0, 0, time.perf_counter()
+    for step, rows in enumerate(_batches(len(splits.train), settings)):
+        x, y = splits.train.images[rows], splits.train.labels[rows]
+        look = settings.every > 0 and step % settings.every == 0
+        exact = None
+        if fg is None or look or settings.follow == "exact":
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y).mean()
+            loss.backward()
+            exact = [p.grad for p in trainable]
+        if fg is None:
+            losses.append(float(loss.detach()))
+            cost += 3 * len(rows)
+        else:
+            truth = _thirds(model) if look else []
+            optimizer.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PrecisionWarning)  # rounding is part of the study
+                report = fg.estimate(x, y, index=rows)
+            losses.append(report.loss)
+            cost += report.forward_equivalents
+            queries += report.queries
+            if look:
+                steps.append(step)
+                pairs = zip(_thirds(model), truth, strict=True)
+                cosines.append([float(F.cosine_similarity(a, b, 0)) for a, b in pairs])
+                captured.append([float(fg.memory[name].get("captured", 0.0)) for name in THIRDS])
+            if settings.follow == "exact" and exact is not None:
+                for p, gradient in zip(trainable, exact, strict=True):
+                    p.grad = gradient
+        optimizer.step()
+    return {
+        "steps": steps,
+        "cosines": cosines,
+        "captured": captured,
+        "losses": losses,
+        "validation": accuracy(model, splits.validation),
+        "validation loss": _mean_loss(model, splits.validation),
+        "test": accuracy(model, splits.test) if settings.test else None,
+        "forward equivalents": cost,
+        "queries": queries,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
+    """Cross-entropy of each point."""
+    return F.cross_entropy(logits(outputs), targets, reduction="none")
+
+
+def _engine(model: Any, settings: Training) -> ForwardGradient:
+    shaping = Shaping(explore=settings.explore, unbiased=settings.unbiased)
+    shaped = settings.method == "shaped"
+    estimator = LikelihoodRatio(targets=settings.targets, shaping=shaping if shaped else None)
+    layers, head = list(model.vit.layers), [model.vit.layernorm, model.classifier]
+    groups = [
+        Group(layers[2 * i : 2 * i + 2], estimator, settings.queries, name=THIRDS[i])
+        for i in range(3)
+    ]
+    groups.append(Group(head, LikelihoodRatio(targets="stage"), settings.queries, name="head"))
+    allocator = ALLOCATORS[settings.allocator]()
+    return ForwardGradient(model, loss_fn, groups, allocator, seed=settings.seed)
+
+
+def _batches(size: int, settings: Training) -> list[Tensor]:
+    source = torch.Generator().manual_seed(settings.seed)
+    found = [
+        rows
+        for _ in range(settings.epochs)
+        for rows in torch.randperm(size, generator=source).split(settings.batch)
+    ]
+    return found[: settings.most]
+
+
+def _thirds(model: Any) -> list[Tensor]:
+    """Gradient of each third, as one vector."""
+    layers = model.vit.layers
+    return [
+        torch.cat([p.grad.flatten() for p in layers[2 * i : 2 * i + 2].parameters()])
+        for i in range(3)
+    ]
+
+
+def _mean_loss(model: Any, split: Split) -> float:
+    with torch.inference_mode():
+        loss = float(loss_fn(model(split.images), split.labels).mean())
+    return loss if math.isfinite(loss) else 1e30  # JSON has no infinity
+
+
+def mean_cosines(result: dict[str, Any], start: int) -> list[float]:
+    """Mean cosine of each third over the measured steps from ``start`` on."""
+    late = [c for step, c in zip(result["steps"], result["cosines"], strict=True) if step >= start]
+    return [statistics.fmean(column) for column in zip(*late, strict=True)]

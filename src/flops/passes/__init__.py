@@ -1,0 +1,1 @@
+"""Forward passes: recorded calls, interception, prefix replay, local products, checks, memory."""

@@ -1,0 +1,135 @@
+"""The local vector-Jacobian product: D_theta phi(x)^T delta, through the target alone.
+
+The pass runs once more from the replayed prefix with clean inputs. Gradients are on inside the
+target only, and the pass is left as soon as the last target's output is there; so no autograd
+graph ever spans more than one target, whatever arguments its modules take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from flops.errors import CoverageError
+from flops.passes.intercept import Action, Forward, Leave
+from flops.passes.prefix import Prefix
+from flops.passes.replay import Passes, Record
+
+Gradients = dict[nn.Parameter, Tensor]
+
+
+@dataclass(frozen=True)
+class LocalTarget:
+    """Where a local product starts and ends, and the parameters it is taken for.
+
+    For a leaf or block the first and last call are the same; a stage starts at its first
+    module's call and ends with its last one's.
+    """
+
+    name: str
+    first: int
+    last: int
+    parameters: tuple[nn.Parameter, ...]
+
+
+def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
+    """Sum gradients parameter by parameter; a tied parameter gets the sum over its uses."""
+    for parameter, gradient in more.items():
+        # Not in place: autograd may hand out one tensor for two parameters.
+        into[parameter] = into[parameter] + gradient if parameter in into else gradient
+
+
+def local_products(
+    passes: Passes,
+    prefix: Prefix,
+    record: Record,
+    points: Tensor,
+    targets: Sequence[LocalTarget],
+    deltas: Mapping[int, Mapping[int, Tensor]],
+    places: Tensor | None = None,
+    watch: Callable[[LocalTarget, Any], None] | None = None,
+) -> Gradients:
+    """Sum over the points of D_theta phi^T delta, for each target.
+
+    Args:
+        passes: Passes of the model over the batch.
+        prefix: Calls that end before the first target starts.
+        record: Outputs of the prefix.
+        points: Points to run.
+        targets: Targets in the order in which they end.
+        deltas: By the number of a target's last call and the position of a tensor in its output:
+            the gradient of the loss with respect to that tensor, for these points.
+        places: Positions of the points in the record, if not the points themselves.
+        watch: Sees each target and its (args, kwargs).
+    """
+    total: Gradients = {}
+    around: dict[int, Action] = {}
+    final = targets[-1].last
+    for target in targets:
+        if target.first != target.last:
+            around[target.first] = _open
+        leave = target.last == final
+        around[target.last] = _product(target, deltas[target.last], total, leave, watch)
+    with torch.no_grad():
+        try:
+            passes.run(prefix, record, points, around=around, places=places)
+        except Leave:
+            return total
+    raise CoverageError(f"target '{targets[-1].name}' did not run in the local pass")
+
+
+def _fitted(delta: Tensor, out: Tensor) -> Tensor:
+    """Delta in the shape of the output; points that share an output have their deltas summed."""
+    if delta.numel() != out.numel():
+        delta = delta.sum(0)
+    return delta.to(out.dtype).reshape(out.shape)
+
+
+def _detached(tree: Any) -> Any:
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
+
+
+def _open(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    torch.set_grad_enabled(True)  # until the stage's end; the caller's no_grad restores it
+    return forward(*_detached(args), **_detached(kwargs))
+
+
+def _product(
+    target: LocalTarget,
+    deltas: Mapping[int, Tensor],
+    total: Gradients,
+    leave: bool,
+    watch: Callable[[LocalTarget, Any], None] | None,
+) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target.first == target.last:
+            args, kwargs = _detached(args), _detached(kwargs)
+        if watch is not None:
+            watch(target, (args, kwargs))
+        with torch.enable_grad():
+            leaves, spec = tree_flatten(forward(*args, **kwargs))
+        pairs = [(leaves[i], d) for i, d in deltas.items() if leaves[i].requires_grad]
+        if not pairs:
+            raise CoverageError(
+                f"the output of target '{target.name}' does not depend differentiably on its "
+                "trainable parameters: likelihood ratio needs the target's own Jacobian. Use "
+                "SPSA or ES for it."
+            )
+        gradients = torch.autograd.grad(
+            [out for out, _ in pairs],
+            target.parameters,
+            [_fitted(delta, out) for out, delta in pairs],
+            allow_unused=True,
+        )
+        found = zip(target.parameters, gradients, strict=True)
+        add_gradients(total, {p: g.detach() for p, g in found if g is not None})
+        if leave:
+            raise Leave
+        return tree_unflatten(_detached(leaves), spec)
+
+    return action

@@ -1,0 +1,259 @@
+"""Prefix reuse: what ends before the noise starts is computed once and replayed for every row.
+
+A *prefix* is the set of outermost calls that end before a moment of the forward pass. A pass
+that starts from it runs the model's own code, but those calls return what the clean pass
+recorded, for the rows at hand; so skip connections, masks and keyword arguments need no special
+care. Of the replayed outputs only those that the rest of the pass reads are recorded: the others
+are blanks of NaN without memory, after trials with a few rows have shown that the losses do not
+change whatever stands there. Should a later batch compute with a blank after all, the loss is NaN
+and an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flops.passes.batch import Batch
+from flops.passes.intercept import Action, Forward, Watch, scripted
+from flops.passes.prefix import Prefix, finished, nothing, visible_calls
+from flops.passes.structure import MORE, Call, Leaf, Structure
+
+_OTHER_ROWS = torch.tensor([1, 2])
+
+Record = Mapping[int, list[Any]]
+"""Recorded leaves of a call's output, by call number."""
+
+Edit = Callable[[Any], Any]
+"""Changes the output of a call, for example by adding noise."""
+
+
+class Passes:
+    """Forward passes of one model over one batch, scripted call by call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        structure: Structure,
+        batch: Batch,
+    ) -> None:
+        self.model, self.modules, self.structure, self.batch = model, modules, structure, batch
+        self.trials = 0
+
+    def clean(self, wanted: Iterable[int], watch: Watch | None = None) -> tuple[Tensor, Record]:
+        """The noise-free pass: one loss per point, and the outputs of the wanted calls.
+
+        Args:
+            wanted: Numbers of calls to record.
+            watch: Sees the arguments and the output of one call.
+        """
+        calls, record = self.structure.calls, {}
+        wanted = set(wanted)
+
+        def keep(number: int) -> Action | None:
+            watched = watch is not None and watch.call == number
+            if number not in wanted and not watched:
+                return None
+
+            def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                out = forward(*args, **kwargs)
+                if watch is not None and watched:
+                    watch.see(args, kwargs, out)
+                if number not in wanted:
+                    return out
+                leaves = tree_flatten(out)[0]
+                if calls[number].mutated:
+                    leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+                record[number] = leaves
+                return out
+
+            return action
+
+        # One-row kernels round differently, so a batch of one is run as two equal rows. Rows are
+        # copies: a model that writes into its input must not change that of the queries.
+        rows = torch.arange(self.batch.size) if self.batch.size > 1 else torch.zeros(2).long()
+        with scripted(self.modules, nothing(self.structure).script(keep)):
+            losses = self.batch.losses(self.model, rows)
+        return losses[: self.batch.size], record
+
+    def run(
+        self,
+        prefix: Prefix,
+        record: Record,
+        rows: Tensor,
+        *,
+        edits: Mapping[int, Edit] | None = None,
+        around: Mapping[int, Action] | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Losses of the rows, starting from the prefix.
+
+        Args:
+            prefix: What is replayed.
+            record: Outputs of the prefix's needed calls.
+            rows: Points of the batch to run.
+            edits: Changes to the outputs of calls, replayed or not.
+            around: What other calls do instead of their own forward.
+            places: Positions of the rows in the record, if not the points themselves.
+        """
+        edits, around = edits or {}, around or {}
+        places = rows if places is None else places
+        replayed = {call.number: call for call in prefix.replayed}
+
+        def action(number: int) -> Action | None:
+            edit = edits.get(number)
+            if number in replayed:
+                return _replay(replayed[number], record.get(number), places, edit)
+            if edit is not None:
+                return _edited(edit)
+            return around.get(number)
+
+        with scripted(self.modules, prefix.script(action)):
+            return self.batch.losses(self.model, rows)
+
+    def prefix(self, time: int, keep: frozenset[int] = frozenset()) -> Prefix:
+        """The prefix of all calls that end at or before a time.
+
+        Args:
+            time: Clock of the structure.
+            keep: Calls that are recorded in any case, because they are edited.
+        """
+        # What skipped modules leave behind for a later one to read (an attribute, a cache) stays
+        # that of this pass: it does not fit the rows of the trials, and shows.
+        self.trial(nothing(self.structure), {}, torch.arange(MORE))
+        replayed = finished(self.structure, time)
+        numbers = frozenset(call.number for call in replayed)
+        visible = visible_calls(self.structure, numbers)
+        share = self.structure.share(replayed)
+        # Integers cannot be NaN, and a tensor without batch axis is small: always recorded.
+        solid = {
+            call.number
+            for call in replayed
+            if any(
+                not leaf.dtype.is_floating_point or leaf.axis is None for _, leaf in call.tensors
+            )
+        }
+        needed = frozenset(solid | (keep & numbers))
+        trial = Prefix(tuple(replayed), needed, visible, share)
+        if self._same_losses(trial):
+            return trial
+        if not self._same_losses(Prefix(tuple(replayed), numbers, visible, share)):
+            return nothing(self.structure)  # a module leaves something behind besides its output
+        needed = numbers
+        for call in sorted(replayed, key=lambda c: c.end):
+            if call.number in solid or call.number in keep:
+                continue
+            trial = Prefix(tuple(replayed), needed - {call.number}, visible, share)
+            if self._same_losses(trial):
+                needed = trial.needed
+        return Prefix(tuple(replayed), needed, visible, share)
+
+    def _same_losses(self, prefix: Prefix) -> bool:
+        """Whether the losses stay the same, whatever stands in the place of the blanks.
+
+        NaN shows wherever it is computed with, but passes unseen through a comparison or an
+        argmax; there large values of both signs show. What another row would read, of an expert
+        that none of these rows chose, shows as NaN in the output of a call.
+        """
+        outputs = self.structure.outputs
+        record = {number: outputs[number] for number in prefix.needed}
+        blanks = [c.number for c in prefix.replayed if c.number not in prefix.needed]
+        for scale in (None, 1e4, -1e4) if blanks else (None,):
+            odd = {n: [_odd(x, scale) for x in outputs[n]] for n in blanks if scale is not None}
+            seen: list[bool] = []
+            running = set(chain(*prefix.visible.values())) - set(blanks)
+            looks = {number: _look(seen) for number in running} if not odd else {}
+            losses = self.trial(prefix, {**record, **odd}, _OTHER_ROWS, edits=looks)
+            if losses is None or any(seen) or not self.structure.agrees(losses, _OTHER_ROWS):
+                return False
+        return True
+
+    def trial(
+        self,
+        prefix: Prefix,
+        record: Record,
+        places: Tensor,
+        *,
+        edits: Mapping[int, Edit] | None = None,
+        around: Mapping[int, Action] | None = None,
+    ) -> Tensor | None:
+        """Losses of a few of the probe's rows; None if the pass fails."""
+        self.trials += 1
+        rows = self.structure.rows[places]
+        try:
+            return self.run(prefix, record, rows, edits=edits, around=around, places=places)
+        except Exception:  # user code that cannot take NaN or another shape
+            return None
+
+    def rows_apart(self, prefix: Prefix, perturb: Callable[[Tensor], dict[str, Any]]) -> bool:
+        """Whether noise in one row leaves the losses of all other rows as they are.
+
+        It does by design where outputs have a batch axis. Where an output without one is spread
+        over the rows to be perturbed, the model must add it row by row: this finds out.
+
+        Args:
+            prefix: What is replayed.
+            perturb: Keywords of `run` for a scale of the noise of each row.
+        """
+        outputs = {number: self.structure.outputs[number] for number in prefix.needed}
+        places, one = torch.arange(MORE), torch.ones(MORE)
+        first = self.trial(prefix, outputs, places, **perturb(one))
+        second = self.trial(prefix, outputs, places, **perturb(one + (places == 0)))
+        if first is None or second is None:
+            return False
+        return torch.allclose(first[1:], second[1:], rtol=1e-5, atol=1e-6)
+
+
+def _look(seen: list[bool]) -> Edit:
+    """Note whether a call's output has NaN."""
+
+    def look(out: Any) -> Any:
+        seen.extend(bool(x.isnan().any()) for x in tree_flatten(out)[0] if isinstance(x, Tensor))
+        return out
+
+    return look
+
+
+def _replay(call: Call, recorded: list[Any] | None, rows: Tensor, edit: Edit | None) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = []
+        for i, leaf in enumerate(call.leaves):
+            if not isinstance(leaf, Leaf):
+                values.append(leaf)
+            elif recorded is None:
+                values.append(_blank(leaf, len(rows)))
+            elif leaf.axis is None:
+                values.append(recorded[i].clone() if call.mutated else recorded[i])
+            else:
+                values.append(recorded[i].index_select(leaf.axis, rows.to(leaf.device)))
+        assert call.spec is not None
+        out = tree_unflatten(values, call.spec)
+        return out if edit is None else edit(out)
+
+    return action
+
+
+def _edited(edit: Edit) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return edit(forward(*args, **kwargs))
+
+    return action
+
+
+def _odd(leaf: Any, scale: float) -> Any:
+    """Large values of both signs, different in every place."""
+    if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point:
+        return leaf
+    waves = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).mul(7).sin()
+    return waves.mul(scale).reshape(leaf.shape).to(leaf.dtype)
+
+
+def _blank(leaf: Leaf, rows: int) -> Tensor:
+    shape = [rows if dim == leaf.axis else size for dim, size in enumerate(leaf.shape)]
+    return torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device).expand(shape)

@@ -1,0 +1,1 @@
+"""Perturbations: keyed random numbers, noise on activations and on parameters."""

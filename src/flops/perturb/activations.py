@@ -1,0 +1,161 @@
+"""Noise sites: the outputs that likelihood ratio perturbs, laid side by side in one row.
+
+A site is one tensor in the output of one call; a module that is called twice has two. The noise
+of a row is one vector over all sites of the group. An output that all points share (a table of
+positions) is spread over the rows when noise is added; its delta is the sum over the points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flops.errors import CoverageError
+from flops.passes.local_vjp import LocalTarget
+from flops.passes.prefix import nothing
+from flops.passes.replay import Edit, Passes
+from flops.passes.structure import FOLDED, Call, Leaf, Use
+from flops.perturb.random import values as noise_values
+
+
+@dataclass(frozen=True)
+class Site:
+    """One perturbed tensor: output position ``leaf_index`` of a call, at ``offset`` in a row."""
+
+    call: int
+    leaf_index: int
+    leaf: Leaf
+    offset: int
+    size: int
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row's noise."""
+        return _row_shape(self.leaf)
+
+
+class Sites:
+    """The noise sites of a group in one structure, and the prefixes of its passes."""
+
+    def __init__(
+        self,
+        group: str,
+        modules: Mapping[str, nn.Module],
+        local: tuple[LocalTarget, ...],
+        passes: Passes,
+        reuse: bool,
+    ) -> None:
+        self.group, self.local = group, local
+        self.structure = passes.structure
+        self.sites = _sites(local, modules, passes)
+        self.size = self.sites[-1].offset + self.sites[-1].size
+        self.dtype = self.sites[0].leaf.dtype
+        for site in self.sites:
+            self.dtype = torch.promote_types(self.dtype, site.leaf.dtype)
+        calls = self.structure.calls
+        # Outputs that nothing else can hold: noise is added in place.
+        self._fresh = {
+            site.call
+            for site in self.sites
+            if type(m := modules[calls[site.call].name]) in (nn.Linear, nn.LayerNorm, nn.Conv2d)
+            and "forward" not in m.__dict__
+        }
+        if reuse:
+            first_end = calls[local[0].last]
+            keep = frozenset([first_end.number])
+            self.query_prefix = passes.prefix(first_end.end, keep)
+            self.local_prefix = passes.prefix(min(calls[t.first].start for t in local))
+        else:
+            self.query_prefix = self.local_prefix = nothing(self.structure)
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """Calls to record."""
+        return self.query_prefix.needed | self.local_prefix.needed
+
+    def covers(self, use: Use) -> bool:
+        """Inside one of the targets, for a parameter of that target."""
+        calls = self.structure.calls
+        return any(
+            calls[t.first].start <= use.time < calls[t.last].end
+            and use.parameter in {id(p) for p in t.parameters}
+            for t in self.local
+        )
+
+    def edits(self, noise: Tensor, sigma: float) -> dict[int, Edit]:
+        """Add sigma * noise to the outputs; noise has shape (rows, size), or is its bits."""
+        by_call: dict[int, list[Site]] = {}
+        for site in self.sites:
+            by_call.setdefault(site.call, []).append(site)
+        return {
+            number: _adder(sites, noise, sigma, number in self._fresh)
+            for number, sites in by_call.items()
+        }
+
+    def split(self, delta: Tensor) -> dict[int, dict[int, Tensor]]:
+        """Cut rows of all sites into tensors by call and output position, batch first."""
+        parts: dict[int, dict[int, Tensor]] = {}
+        for site in self.sites:
+            part = delta[:, site.offset : site.offset + site.size]
+            shaped = part.reshape(-1, *site.row_shape)
+            parts.setdefault(site.call, {})[site.leaf_index] = shaped.to(site.leaf.device)
+        return parts
+
+
+def _adder(sites: list[Site], noise: Tensor, sigma: float, fresh: bool) -> Edit:
+    def add(out: Any) -> Any:
+        values, spec = tree_flatten(out)
+        for site in sites:
+            value = values[site.leaf_index]
+            part = noise_values(noise, site.offset, site.offset + site.size)
+            part = part.reshape(-1, *site.row_shape).movedim(0, site.leaf.axis or 0)
+            if fresh and site.leaf.axis is not None:
+                value.add_(part.to(value), alpha=sigma)
+            else:
+                values[site.leaf_index] = torch.add(value, part.to(value), alpha=sigma)
+        return tree_unflatten(values, spec)
+
+    return add
+
+
+def _sites(
+    local: tuple[LocalTarget, ...], modules: Mapping[str, nn.Module], passes: Passes
+) -> tuple[Site, ...]:
+    sites: list[Site] = []
+    offset = 0
+    for target in local:
+        call = passes.structure.calls[target.last]
+        for index, leaf in _perturbed(call, modules[call.name]):
+            size = prod(_row_shape(leaf))
+            sites.append(Site(call.number, index, leaf, offset, size))
+            offset += size
+    return tuple(sites)
+
+
+def _perturbed(call: Call, module: nn.Module) -> list[tuple[int, Leaf]]:
+    floating = [(i, leaf) for i, leaf in call.tensors if leaf.dtype.is_floating_point]
+    if isinstance(module, nn.MultiheadAttention):
+        floating = floating[:1]  # the second output is the attention map, for looking at
+    if any(leaf.axis == FOLDED for _, leaf in floating):
+        raise CoverageError(
+            f"the output of target '{call.name}' folds the batch into another axis (shape "
+            f"{floating[0][1].shape} for 3 rows); give the module around it"
+        )
+    batched = [(i, leaf) for i, leaf in floating if leaf.axis is not None]
+    if not floating:
+        kinds = sorted({type(leaf).__name__ for leaf in call.leaves if not isinstance(leaf, Leaf)})
+        raise CoverageError(
+            f"target '{call.name}' returns no floating-point tensor that can be perturbed "
+            f"({kinds or 'integers only'}); give the module around it"
+        )
+    return batched or floating
+
+
+def _row_shape(leaf: Leaf) -> tuple[int, ...]:
+    return leaf.shape[1:] if leaf.axis is None and leaf.shape[:1] == (1,) else leaf.row_shape

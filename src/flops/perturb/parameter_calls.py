@@ -1,0 +1,268 @@
+"""Units: the module calls around which parameters are perturbed.
+
+A parameter is perturbed while a *unit* runs: the nearest module around it that the forward pass
+calls. That is its own module as a rule, nn.MultiheadAttention for its projections (which never
+run), and the model itself for a bare parameter in the root. A tied parameter has a unit for each
+of its places, each with noise of its own: the estimate is then the sum over its uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flops.engine.groups import ResolvedGroup
+from flops.errors import CoverageError
+from flops.passes.intercept import Action, Forward, everywhere, scripted
+from flops.passes.prefix import Prefix, nothing
+from flops.passes.replay import Passes
+from flops.passes.structure import Call, Leaf, Structure, Use
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A called module and the parameters that are perturbed while it runs, by their path in it.
+
+    An embedding's lookup has no gradient for the row of its padding, but other uses of the table
+    do. ``padding`` is, by path, the row that only such lookups read: it gets no noise. ``lookups``
+    are the embeddings whose padding has noise for the sake of other uses: they read it clean.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    calls: tuple[int, ...]
+    padding: Mapping[str, int]
+    lookups: tuple[nn.Embedding, ...]
+
+    def size(self, path: str) -> int:
+        """How many entries of a parameter get noise."""
+        parameter = self.parameters[path]
+        return parameter.numel() - (parameter[0].numel() if path in self.padding else 0)
+
+    def clean_padding(self) -> AbstractContextManager[None]:
+        """From here on the lookups read their padding as it is now."""
+        lookups = {str(i): module for i, module in enumerate(self.lookups)}
+        return scripted(lookups, everywhere(lambda name: _clean_row(lookups[name]), lookups))
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a group, and the prefix that ends before the first of them starts."""
+
+    structure: Structure
+    units: tuple[Unit, ...]
+    prefix: Prefix
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """Calls to record."""
+        return self.prefix.needed
+
+    @property
+    def size(self) -> int:
+        """Number of perturbed parameters."""
+        return sum(unit.size(path) for unit in self.units for path in unit.parameters)
+
+    def covers(self, use: Use) -> bool:
+        """While a unit of that parameter runs."""
+        return any(
+            use.parameter in {id(p) for p in unit.parameters.values()}
+            and bool(set(unit.calls) & set(use.calls))
+            for unit in self.units
+        )
+
+
+def find_units(
+    group: ResolvedGroup, passes: Passes, reuse: bool, thin: tuple[type[nn.Module], ...] = ()
+) -> Units:
+    """Assign every parameter of a group to the units that use it.
+
+    Args:
+        group: The group.
+        passes: Passes over the structure of the model.
+        reuse: Whether to replay what ends before the first unit.
+        thin: Given for independent draws: the types whose rows can be perturbed by themselves.
+            A unit of any other type is perturbed as a whole with the units inside it, and every
+            unit must take and return rows.
+    """
+    structure = passes.structure
+    found: dict[str, dict[str, nn.Parameter]] = {}
+    for owner, local, parameter in _owners(group, passes.modules, thin):
+        everywhere = not group.modules  # parameters without modules are meant in all their uses
+        name = _unit_of(owner, parameter, passes, thin, everywhere)
+        if name is None:
+            raise CoverageError(
+                f"group '{group.name}': '{owner or 'model'}' "
+                + ("cannot be perturbed row by row; use shared=True for it" if thin else "")
+                + ("" if thin else "never runs in the forward pass")
+            )
+        path = f"{owner}.{local}".lstrip(".")
+        found.setdefault(name, {})[path[len(name) + 1 :] if name else path] = parameter
+    if thin:
+        _absorb(found, passes.modules, thin)
+    else:
+        _drop_nested(found, structure)
+    units = tuple(_unit(name, found[name], passes, bool(thin)) for name in found)
+    start = min(_first_use(unit, structure, bool(thin)) for unit in units)
+    prefix = passes.prefix(start) if reuse else nothing(structure)
+    return Units(structure, units, prefix)
+
+
+def _unit(name: str, parameters: Mapping[str, nn.Parameter], passes: Passes, by_path: bool) -> Unit:
+    module, calls = passes.modules[name], [call.number for call in passes.structure.of(name)]
+    padding = {}
+    for path, parameter in parameters.items():
+        owner = module.get_submodule(path.rpartition(".")[0])
+        row = _idle_row(parameter, set(calls), passes, owner if by_path else None)
+        if row is not None:
+            padding[path] = row
+    lookups = []
+    for lookup in passes.modules.values():
+        rows = [padding.get(k) for k, p in parameters.items() if _padding(lookup, p) is not None]
+        if rows and isinstance(lookup, nn.Embedding) and lookup.padding_idx not in rows:
+            lookups.append(lookup)
+    return Unit(name, module, parameters, tuple(calls), padding, tuple(lookups))
+
+
+def _idle_row(
+    parameter: nn.Parameter, calls: set[int], passes: Passes, owner: nn.Module | None
+) -> int | None:
+    """The row that all uses during the calls look up as padding.
+
+    With noise of its own at each path, only uses by the path's owner count; a module without
+    children can read no path but its own.
+    """
+    structure = passes.structure
+    holders = {n: m for n, m in passes.modules.items() if _holds(m, parameter)}
+    uses = [set(u.calls) for u in structure.uses if u.parameter == id(parameter)]
+    inside = [use for use in uses if use & calls]
+    for lookup in [owner] if owner is not None else holders.values():
+        row = _padding(lookup, parameter)
+        idle = {
+            call.number
+            for name, module in holders.items()
+            if _padding(module, parameter) == row
+            or (owner is not None and not list(module.children()))
+            for call in structure.of(name)
+        }
+        if row is not None and inside and all(use & idle for use in inside):
+            return row
+    return None
+
+
+def _padding(module: nn.Module, parameter: nn.Parameter) -> int | None:
+    """The row of a table for which its lookup gives no gradient."""
+    table = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
+    return module.padding_idx if table is parameter else None  # type: ignore[return-value]
+
+
+def _clean_row(module: nn.Embedding) -> Action:
+    clean = module.weight.data
+    row = torch.zeros(len(clean), 1, dtype=torch.bool, device=clean.device)
+    row[module.padding_idx] = True
+
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots: dict[str, Any] = module._parameters
+        noisy: Tensor = slots["weight"]
+        try:
+            slots["weight"] = torch.where(row, clean, noisy)
+            return forward(*args, **kwargs)
+        finally:
+            slots["weight"] = noisy
+
+    return action
+
+
+def _first_use(unit: Unit, structure: Structure, whole: bool) -> int:
+    """When the unit's noise first matters: what ends before that can be replayed."""
+    start = structure.calls[unit.calls[0]].start
+    wanted = {id(p) for p in unit.parameters.values()}
+    times = {use.parameter: use.time for use in reversed(structure.uses)}
+    if whole or not wanted <= set(times):
+        return start
+    return max(start, min(times[p] for p in wanted))
+
+
+def _owners(
+    group: ResolvedGroup, modules: Mapping[str, nn.Module], thin: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[str, str, nn.Parameter]]:
+    wanted = {id(p) for p in group.parameters}
+    inside = {id(child) for module in group.modules.values() for child in module.modules()}
+    for name, module in modules.items():
+        if group.modules and id(module) not in inside:
+            continue
+        known = type(module) in thin  # computes with the first of a parameter's names
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=known):
+            if id(parameter) in wanted:
+                yield name, local, parameter
+
+
+def _unit_of(
+    owner: str,
+    parameter: nn.Parameter,
+    passes: Passes,
+    thin: tuple[type[nn.Module], ...],
+    everywhere: bool,
+) -> str | None:
+    """The nearest module around the owner that runs, and around all uses if so wanted."""
+    structure = passes.structure
+    uses, places = [], []
+    if everywhere:
+        uses = [set(u.calls) for u in structure.uses if u.parameter == id(parameter) and u.calls]
+        places = [n for n, m in passes.modules.items() if _holds(m, parameter)]
+    name = owner
+    while True:
+        calls = structure.of(name)
+        at = {call.number for place in [name, *places] for call in structure.of(place)}
+        fits = not thin or all(_by_rows(call, passes.modules[name], thin) for call in calls)
+        if calls and fits and all(at & use for use in uses):
+            return name
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def _holds(module: nn.Module, parameter: nn.Parameter) -> bool:
+    return any(p is parameter for p in module.parameters(recurse=False))
+
+
+def _by_rows(call: Call, module: nn.Module, thin: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a call takes and returns rows, or a table that can be spread over the rows."""
+    if not call.rowwise:
+        return False
+    if any(leaf.axis is not None for _, leaf in call.tensors):
+        return True
+    ends = [*call.inputs[:1], *call.leaves]
+    return type(module) in thin and all(isinstance(x, Leaf) and x.shape[:1] == (1,) for x in ends)
+
+
+def _drop_nested(found: dict[str, dict[str, nn.Parameter]], structure: Structure) -> None:
+    """A tied parameter that is shifted around an outer module is so in all modules inside."""
+    for inner in list(found):
+        enclosing = [{c.name for c in structure.ancestors(call)} for call in structure.of(inner)]
+        outer = [n for n in found if n != inner and all(n in names for names in enclosing)]
+        shifted = {p for n in outer for p in found[n].values()}
+        once = {p: path for path, p in reversed(found[inner].items()) if p not in shifted}
+        found[inner] = {path: p for path, p in found[inner].items() if once.get(p) == path}
+        if not found[inner]:
+            del found[inner]
+
+
+def _absorb(
+    found: dict[str, dict[str, nn.Parameter]],
+    modules: Mapping[str, nn.Module],
+    thin: tuple[type[nn.Module], ...],
+) -> None:
+    for name in sorted(found, key=lambda n: n.count(".") + bool(n)):
+        if name not in found or type(modules[name]) in thin:
+            continue
+        prefix = f"{name}." if name else ""
+        for inner in [n for n in found if n != name and n.startswith(prefix)]:
+            path = inner[len(prefix) :]
+            found[name].update({f"{path}.{k}": p for k, p in found.pop(inner).items()})

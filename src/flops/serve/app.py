@@ -1,0 +1,309 @@
+"""The HTTP service: a frozen model that gives logits for prompts, never weights or gradients.
+
+| | |
+|---|---|
+| GET /v1/info | model, classes, widths, limits, batch sizes |
+| GET /v1/health | whether it runs; needs no key |
+| GET /v1/usage | totals of the ledger |
+| GET /v1/metrics | counters for Prometheus |
+| PUT /v1/points/{digest} | upload points once |
+| POST /v1/score | logits of (point, text prompt, image prompt) rows |
+
+`/openapi.json` and `/docs` describe it in full. Refusals are JSON: `{"error": "..."}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import torch
+from fastapi import APIRouter, FastAPI, Path, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from flops.serve import codec as wire
+from flops.serve.codec import BINARY, JSON, WireError
+from flops.serve.limits import retry_after
+from flops.serve.schema import KEY, ScoreBody, answer_json
+from flops.serve.service import LARGE, Setup, State
+from flops.serve.store import LedgerError
+
+log = logging.getLogger("flops.serve")
+Digest = Annotated[
+    str, Path(pattern="^[0-9a-f]{64}$", description="SHA-256 of the body, in hexadecimal")
+]
+KEY_HEADER = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": True,
+    "description": "A repeat of the same body under the same key is free",
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
+}
+SECURED: dict[str, Any] = {"security": [{"key": []}]}
+BYTES = {"type": "string", "format": "binary"}
+POINTS_BODY = {"required": True, "content": {BINARY: {"schema": BYTES}}}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
+
+
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    meanings = {
+        400: "The body cannot be read",
+        401: "No key, or a wrong one",
+        404: "No such points",
+        408: "The body did not arrive in time",
+        409: "The key was used for another body",
+        413: "The body is too large",
+        415: "Another content type",
+        422: "Shapes, types or values do not fit",
+        429: "Too many requests; see Retry-After",
+        503: "The answer could not be kept; try again",
+        507: "The ledger is full; what it holds is still given",
+    }
+    return {
+        status: {"description": meanings[status], "content": {JSON: {"schema": ERROR}}}
+        for status in statuses
+    }
+
+
+SCORE_BODY = {
+    "required": True,
+    "content": {BINARY: {"schema": BYTES}, JSON: {"schema": ScoreBody.model_json_schema()}},
+}
+router = APIRouter(prefix="/v1")
+
+
+def admit(request: Request) -> State:
+    """Check the rate of wrong keys, the key in constant time, then the rate of requests.
+
+    Raises:
+        WireError: 401 or 429.
+    """
+    state: State = request.app.state.service
+    if state.setup.api_key is not None:
+        address = request.client.host if request.client else ""
+        state.guesses.check(address)
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        marks = (hashlib.sha256(text.encode()).digest() for text in (shown, state.setup.api_key))
+        if not hmac.compare_digest(*marks) or scheme.lower() != "bearer":
+            state.guesses.count(address)
+            raise WireError("send the API key as Authorization: Bearer KEY", 401)
+    state.rate.take()
+    return state
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Say that the service runs."""
+    return {"status": "ok"}
+
+
+@router.get("/info", responses=_refusals(401, 429), openapi_extra=SECURED)
+async def info(request: Request) -> dict[str, Any]:
+    """Describe the model and the limits."""
+    return admit(request).info()
+
+
+@router.get("/usage", responses=_refusals(401, 429), openapi_extra=SECURED)
+async def usage(request: Request) -> dict[str, int]:
+    """Totals of all answers in the ledger."""
+    return await admit(request).usage()
+
+
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses=_refusals(401, 429),
+    openapi_extra=SECURED,
+)
+async def metrics(request: Request) -> str:
+    """Counters in the text format of Prometheus."""
+    return admit(request).metrics()
+
+
+@router.put(
+    "/points/{digest}",
+    responses={
+        200: {"description": "They were there already"},
+        201: {"description": "They are kept"},
+        **_refusals(400, 401, 408, 413, 415, 422, 429, 503, 507),
+    },
+    openapi_extra={"requestBody": POINTS_BODY, **SECURED},
+)
+async def upload(digest: Digest, request: Request) -> Response:
+    """Keep points: safetensors {"pixels": uint8 (N, H, W[, C])}."""
+    state = admit(request)
+    _content(request, BINARY)
+    announced, most = request.headers.get("content-length"), state.setup.limits.upload
+    async with state.bodies.read(request.stream(), announced, most) as body:
+        new = await state.upload(digest, body)
+    return JSONResponse({"points": digest}, 201 if new else 200)
+
+
+@router.post(
+    "/score",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Logits (Q, C), in the content type of the request",
+            "content": {BINARY: {"schema": BYTES}, JSON: {"schema": {"type": "object"}}},
+        },
+        **_refusals(400, 401, 404, 408, 409, 413, 415, 422, 429, 503, 507),
+    },
+    openapi_extra={"requestBody": SCORE_BODY, "parameters": [KEY_HEADER], **SECURED},
+)
+async def score(request: Request) -> Response:
+    """Score rows; headers of the answer say what it cost and whether it was free."""
+    state = admit(request)
+    key = request.headers.get("idempotency-key", "")
+    if not KEY.fullmatch(key):
+        raise WireError("the header Idempotency-Key must be 1 to 128 letters, digits or _ . : -")
+    as_json = _content(request, BINARY, JSON) == JSON
+    limits = state.setup.limits
+    announced = request.headers.get("content-length")
+    most = min(limits.body, limits.json) if as_json else limits.body
+    async with state.bodies.read(request.stream(), announced, most) as body:
+        answer, replayed = await state.answer(key, body, as_json)
+    headers = {
+        "X-Flops-Key": key,
+        "X-Flops-Queries": str(answer.cost.queries),
+        "X-Flops-Texts": str(answer.cost.texts),
+        "X-Flops-Images": str(answer.cost.images),
+        "X-Flops-Replayed": str(replayed).lower(),
+    }
+    if as_json:
+
+        def written() -> Response:
+            logits = wire.decode(bytearray(answer.body), {"logits": torch.float32})[0]["logits"]
+            return JSONResponse(answer_json(logits, answer.cost, replayed), headers=headers)
+
+        return written() if len(answer.body) < LARGE else await state.in_thread(written)
+    headers["X-Flops-Digest"] = wire.digest(answer.body)
+    return Response(answer.body, media_type=BINARY, headers=headers)
+
+
+pages = APIRouter(include_in_schema=False)
+
+
+@pages.get("/openapi.json")
+async def schema(request: Request) -> JSONResponse:
+    """The schema of the requests."""
+    _admit_reader(request)
+    return JSONResponse(request.app.openapi())
+
+
+@pages.get("/docs")
+async def docs(request: Request) -> Response:
+    """The schema as a page."""
+    _admit_reader(request)
+    return get_swagger_ui_html(openapi_url="/openapi.json", title=request.app.title)
+
+
+def _admit_reader(request: Request) -> None:
+    if not request.app.state.service.setup.open_docs:
+        admit(request)
+
+
+def create_app(setup: Setup) -> FastAPI:
+    """The service as an ASGI application.
+
+    Args:
+        setup: Model, ledger and limits; the ledger is closed at the end.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = State(setup)
+        yield
+        app.state.service.close()
+
+    app = FastAPI(
+        title="FLOPS black box",
+        version="1",
+        description="Logits of a frozen model for prompts. It never returns weights or gradients.",
+        lifespan=lifespan,
+        openapi_url=None,  # routes of our own, which want the key unless this machine asks
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(router)
+    app.include_router(pages)
+    described = app.openapi()
+    schemes = {"key": {"type": "http", "scheme": "bearer"}}
+    described.setdefault("components", {})["securitySchemes"] = schemes
+    _handlers(app)
+    app.add_middleware(_Counted, service=app)
+    return app
+
+
+def _content(request: Request, *allowed: str) -> str:
+    """The content type, if it is allowed."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in allowed or request.headers.get("content-encoding", "identity") != "identity":
+        raise WireError(f"send the body as {' or '.join(allowed)}, not encoded otherwise", 415)
+    return kind
+
+
+def _handlers(app: FastAPI) -> None:
+    """Every refusal is {"error": ...}, without a trace of the inside."""
+
+    @app.exception_handler(WireError)
+    async def refused(_: Request, error: WireError) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        if error.retry_after is not None:
+            headers["Retry-After"] = retry_after(error.retry_after)
+        if error.status in (408, 413):
+            headers["Connection"] = "close"  # the rest of the body is not read
+        return JSONResponse({"error": str(error)}, error.status, headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, _: ClientDisconnect) -> JSONResponse:
+        log.warning("%s %s: the client went away", request.method, request.url.path[:100])
+        return JSONResponse({"error": "the body was not complete"}, 400)  # nobody reads it
+
+    @app.exception_handler(LedgerError)
+    async def unreadable(_: Request, error: LedgerError) -> JSONResponse:
+        log.error("%s", error)
+        message = {"error": "the ledger cannot be read; try again"}
+        return JSONResponse(message, 503, {"Retry-After": "1"})
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return JSONResponse({"error": f"{where}: {first['msg']}"}, 422)
+
+    @app.exception_handler(HTTPException)
+    async def other(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"error": "the service failed; its log says why"}, 500)
+
+
+class _Counted:
+    """Counts statuses; plain ASGI, because it sees every request."""
+
+    def __init__(self, app: Any, service: FastAPI) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._service.state.service.requests.statuses[message["status"]] += 1
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)

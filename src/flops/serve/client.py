@@ -1,0 +1,327 @@
+"""The client: asks again until it has every answer, and pays for each once.
+
+A request carries an idempotency key, and every attempt sends the same bytes under the same key, so
+asking again is always safe: what the service has already computed comes back free.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import torch
+from torch import Tensor
+
+from flops.serve.codec import BINARY, WireError, decode, digest, encode
+from flops.serve.credentials import checked_key, checked_url
+from flops.serve.retry import AGAIN, Retries, Retry, ServiceError, checked
+from flops.serve.schema import KEY, ScoreRequest
+
+T = TypeVar("T")
+CONTACT = 2.5  # seconds for a service to answer when it is first asked
+__all__ = ["Query", "Scores", "ServiceClient", "ServiceError", "first_contact"]
+
+
+@dataclass(frozen=True, eq=False)
+class Query(ScoreRequest):
+    """Rows to score under one key: see `ServiceClient.score`."""
+
+    key: str
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Logits and what they cost; a replayed answer was paid for before."""
+
+    logits: Tensor  # (Q, C)
+    queries: int
+    texts: int
+    images: int
+    replayed: bool
+
+
+class ServiceClient:
+    """Talks to `flops serve`; threads may share it.
+
+    Args:
+        url: As `flops serve` prints it.
+        api_key: The key, if the service wants one.
+        timeout: Seconds for the service to send something, in each attempt.
+        concurrency: Most requests at a time.
+        attempts: Tries of a request before it is an error.
+        retries: How long to wait between them; the default backs off up to 10 s with full jitter.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout: float = 60.0,
+        concurrency: int = 8,
+        attempts: int = 12,
+        retries: Retries | None = None,
+    ) -> None:
+        self.url = checked_url(url)
+        api_key = None if api_key is None else checked_key(api_key)
+        self.concurrency = concurrency
+        self._retries = retries or Retries(attempts)
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        pool = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        # No proxy from the environment: a service on this machine is not reached through one.
+        self._http = httpx.Client(
+            headers=headers,
+            timeout=httpx.Timeout(timeout, pool=None),
+            limits=pool,
+            trust_env=False,
+        )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests, retries, replays and answers so far."""
+        with self._counting:
+            names = ("requests", "retries", "replays", "answers")
+            return {name: self._counts[name] for name in names}
+
+    def info(self) -> dict[str, Any]:
+        """What the service says about its model and limits."""
+        return self._ask("GET", "/v1/info", _info)
+
+    def usage(self) -> dict[str, int]:
+        """Totals of the service's ledger."""
+        return self._json("/v1/usage")
+
+    def upload(self, pixels: Tensor) -> str:
+        """Upload points; their digest names them from then on. Uploading twice is harmless.
+
+        Args:
+            pixels: uint8 (N, H, W) or (N, H, W, C).
+        """
+        body = encode({"pixels": pixels})
+        name = digest(body)
+
+        def read(response: httpx.Response) -> str:
+            if _object(response).get("points") != name:
+                raise Retry("the answer to the upload does not name the points")
+            return name
+
+        return self._ask("PUT", f"/v1/points/{name}", read, body)
+
+    def score(
+        self,
+        points: str,
+        rows: Tensor,
+        text: Tensor,
+        text_of: Tensor,
+        image: Tensor,
+        image_of: Tensor,
+        key: str,
+    ) -> Scores:
+        """Logits of rows: point `rows[i]`, prompts `text[text_of[i]]` and `image[image_of[i]]`.
+
+        Args:
+            points: Digest of uploaded points.
+            rows: Indices of points, int64 (Q,).
+            text: Text prompts, float32 (P, m_T, text_width).
+            text_of: Text prompt of each row, int64 (Q,).
+            image: Image prompts, float32 (R, m_I, image_width).
+            image_of: Image prompt of each row, int64 (Q,).
+            key: Names this request for ever: 1 to 128 letters, digits or _ . : -
+
+        Raises:
+            ServiceError: The service refuses, gives an answer that is not finite, or none that can
+                be read in all attempts.
+        """
+        return self.ask(Query(points, rows, text, text_of, image, image_of, key))
+
+    def ask(self, query: Query) -> Scores:
+        """`score`, with the arguments in one."""
+        if not KEY.fullmatch(query.key):
+            raise ServiceError(f"the key {query.key!r} is not 1 to 128 letters, digits or _ . : -")
+        body = query.body()
+
+        def read(response: httpx.Response) -> Scores:
+            scores = _scores(response, len(query.rows), query.key)
+            if not bool(torch.isfinite(scores.logits).all()):
+                raise ServiceError(
+                    f"the answer to {query.key} from {self.url} has logits that are not finite"
+                )
+            return scores
+
+        scores = self._ask("POST", "/v1/score", read, body, query.key)
+        self._count("answers")
+        self._count("replays", int(scores.replayed))
+        return scores
+
+    def ask_many(self, queries: Iterable[Query]) -> Iterator[tuple[int, Scores]]:
+        """Ask with bounded concurrency, and yield (position, scores) of each answer as it arrives.
+
+        If one fails, no more are sent, those on their way are still yielded, and then the error is
+        raised: no answer that was paid for is lost.
+        """
+        waiting: dict[Future[Scores], int] = {}
+        error: BaseException | None = None
+        source = enumerate(queries)
+        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="score")
+        try:
+            while True:
+                while error is None and len(waiting) < self.concurrency:
+                    following = next(source, None)
+                    if following is None:
+                        break
+                    waiting[pool.submit(self.ask, following[1])] = following[0]
+                if not waiting:
+                    break
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    position = waiting.pop(future)
+                    failure = future.exception()
+                    if failure is None:
+                        yield position, future.result()
+                    else:
+                        error = error or failure
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> ServiceClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _json(self, path: str) -> dict[str, Any]:
+        return self._ask("GET", path, _object)
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[httpx.Response], T],
+        body: bytes = b"",
+        key: str = "",
+    ) -> T:
+        headers = {"Content-Type": BINARY} if body else {}
+        if key:
+            headers["Idempotency-Key"] = key
+
+        name = f"{method} {self.url}{path}" + (f" with the key {key}" if key else "")
+
+        def attempt(number: int) -> T:
+            self._count("requests")
+            self._count("retries", int(number > 0))
+            url = self.url + path
+            response = self._http.request(method, url, content=body or None, headers=headers)
+            return read(checked(response, name))
+
+        return self._retries.run(attempt, name)
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._counting:
+            self._counts[name] += by
+
+
+def first_contact(url: str, api_key: str | None = None) -> None:
+    """Make sure within 3 seconds that a `flops serve` answers there and takes the key.
+
+    Only a service that has answered before is worth waiting for longer.
+
+    Raises:
+        ServiceError: One line that names the option to change.
+    """
+    url = checked_url(url)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {checked_key(api_key)}"}
+    end = time.monotonic() + CONTACT
+    with httpx.Client(headers=headers, trust_env=False) as http:
+        while True:
+            try:
+                response, content = _start_of(http, f"{url}/v1/info", end)
+                problem = _stranger(response, content, url, api_key is not None)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = (
+                    f"no service answers at {url} ({type(error).__name__}): start one with `flops "
+                    "serve`, or give its address with --url"
+                )
+            if problem is None:
+                return
+            if time.monotonic() + 0.6 > end:  # the network may have spoilt the others
+                raise ServiceError(problem)
+            time.sleep(0.2)
+
+
+def _start_of(http: httpx.Client, url: str, end: float) -> tuple[httpx.Response, bytes]:
+    """An answer and its first megabytes: what is no service may send without end."""
+    content, timeout = b"", max(0.1, end - time.monotonic()) / 2  # to connect, and to answer
+    with http.stream("GET", url, timeout=timeout) as response:
+        for piece in response.iter_raw():
+            content += piece
+            if len(content) > 2**22 or time.monotonic() > end:
+                break
+    return response, content
+
+
+def _stranger(response: httpx.Response, content: bytes, url: str, keyed: bool) -> str | None:
+    """Why this is not an answer of a service to us; None if it is."""
+    status = response.status_code
+    if status in (401, 403):
+        shown = "refuses the key" if keyed else "wants a key"
+        option = "give it with --api-key-env or --api-key-file"
+        raise ServiceError(f"the service at {url} {shown} ({status}): {option}")
+    if status in AGAIN and "retry-after" in response.headers:
+        return None  # a service that is busy
+    try:
+        found = json.loads(content) if status == 200 else None
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and {"digest", "limits"} <= found.keys():
+        return None
+    return (
+        f"what answers at {url} is no `flops serve` (status {status} for /v1/info): give the "
+        "address of one with --url"
+    )
+
+
+def _scores(response: httpx.Response, rows: int, key: str) -> Scores:
+    """A checked answer; one that cannot be read is asked for again."""
+    headers = response.headers
+    try:
+        logits = decode(bytearray(response.content), {"logits": torch.float32})[0]["logits"]
+        cost = [int(headers[f"X-Flops-{name}"]) for name in ("Queries", "Texts", "Images")]
+        replayed = {"true": True, "false": False}[headers["X-Flops-Replayed"]]
+        matches = headers["X-Flops-Key"] == key
+        whole = headers["X-Flops-Digest"] == digest(response.content)
+    except (WireError, KeyError, ValueError) as error:
+        raise Retry(f"the answer cannot be read: {error}") from error
+    if not matches or not whole or logits.ndim != 2 or len(logits) != rows:
+        raise Retry(f"the answer is not that of {rows} rows under this key")
+    queries, texts, images = cost
+    return Scores(logits, queries, texts, images, replayed)
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        found = json.loads(response.content)
+    except (ValueError, RecursionError) as error:
+        raise Retry("the answer is not JSON") from error
+    if not isinstance(found, dict):
+        raise Retry("the answer is not a JSON object")
+    return found
+
+
+def _info(response: httpx.Response) -> dict[str, Any]:
+    found = _object(response)
+    if "digest" not in found or "limits" not in found:
+        raise Retry("the answer does not say what the service is")
+    return found

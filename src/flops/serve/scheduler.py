@@ -1,0 +1,223 @@
+"""Dynamic batching: whatever has arrived while the model was busy is computed together.
+
+One thread opens requests and runs the model. Its answers go to the ledger, which writes them while
+the next are computed; a caller gets an answer when it is on disk. There is no need to wait for
+company under load; alone, a request that does not fill a batch waits `window` seconds for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flops.serve.codec import WireError, encode
+from flops.serve.request_parsing import Desk, Letter
+from flops.serve.scorer import Scorer, Task
+from flops.serve.store import Answer, Ledger, LedgerError
+
+log = logging.getLogger("flops.serve")
+ROUND = 8  # batches of images that are computed before their answers are written
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A letter and who waits for the answer; True is for one that was given before."""
+
+    letter: Letter
+    future: asyncio.Future[tuple[Answer, bool]]
+
+
+Outcome = tuple[Job, Answer | Exception, bool]
+
+
+@dataclass(eq=False)
+class Batcher:
+    """Queue and thread of the model.
+
+    Args:
+        desk: Opens the requests.
+        scorer: Computes.
+        ledger: Keeps the answers.
+        queue: Most requests that wait or are computed.
+        window: Seconds to wait for company of a request that does not fill a batch.
+        threads: Of torch; None for its own choice.
+    """
+
+    desk: Desk
+    scorer: Scorer
+    ledger: Ledger
+    queue: int = 1024
+    window: float = 0.002
+    threads: int | None = None
+    rows: int = field(default=0, init=False)  # computed so far
+    rounds: int = field(default=0, init=False)
+    requests: int = field(default=0, init=False)
+    busy: float = field(default=0.0, init=False)  # seconds of the model
+    waiting: int = field(default=0, init=False)  # requests; changed by the event loop alone
+
+    def __post_init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._carried: deque[tuple[Job, Task]] = deque()  # did not fit into the last round
+        self._news = threading.Condition()
+        self._stop = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
+
+    async def score(self, letter: Letter) -> tuple[Answer, bool]:
+        """Compute, keep and return an answer, or find it; True if it was found.
+
+        Raises:
+            WireError: 429 if too many wait, what `Desk.open` raises, 422 if logits are not finite,
+                503 if the answer cannot be kept, 500 if the model fails.
+        """
+        if self.waiting >= self.queue:
+            speed = self.requests / self.busy if self.busy else self.queue
+            raise WireError(
+                f"{self.waiting} requests wait, as many as may", 429, self.waiting / max(speed, 1)
+            )
+        job = Job(letter, self._loop.create_future())
+        self.waiting += 1
+        try:
+            with self._news:
+                self._jobs.append(job)
+                self._news.notify()
+            return await job.future
+        finally:
+            self.waiting -= 1
+
+    def close(self) -> None:
+        """Finish what waits and end the thread."""
+        with self._news:
+            self._stop = True
+            self._news.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)  # a setting of each thread
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._jobs or self._carried or self._stop)
+                if not self._jobs and not self._carried:
+                    return
+            works = self._round()
+            if not works:
+                continue
+            started = time.perf_counter()
+            try:
+                found = self.scorer.score([task for _, task in works])
+            except Exception:
+                log.exception("the model failed")
+                error = WireError("the model failed; the log of the service says why", 500)
+                self._settle([(job, error, False) for job, _ in works])
+                continue
+            self.rounds += 1
+            self.requests += len(works)
+            self.rows += sum(task.units.cost.queries for _, task in works)
+            self.busy += time.perf_counter() - started
+            self._keep(works, found)
+
+    def _round(self) -> list[tuple[Job, Task]]:
+        """What is computed next: as much as the scorer takes at once, in full batches if it can."""
+        batch = self.scorer.image_batch
+        most = min(ROUND * batch, self.scorer.most_images)
+        works: list[tuple[Job, Task]] = []
+        rows = texts = 0
+        end = time.monotonic() + self.window
+        while True:
+            work = self._carried.popleft() if self._carried else self._next()
+            if work is None:
+                if not works or rows >= batch or not self._more(end - time.monotonic()):
+                    break
+                continue
+            task = work[1]
+            rows, texts = rows + len(task.units.images), texts + len(task.request.text)
+            if works and (rows > most or texts > self.scorer.most_texts):
+                self._carried.appendleft(work)
+                rows -= len(task.units.images)
+                break
+            works.append(work)
+        # What would be padded to a batch of its own may have company in the next round.
+        extra = rows % batch if rows > batch else 0
+        while len(works) > 1 and 0 < len(works[-1][1].units.images) <= extra:
+            extra -= len(works[-1][1].units.images)
+            self._carried.appendleft(works.pop())
+        return works
+
+    def _more(self, seconds: float) -> bool:
+        """Whether another request arrives in time."""
+        with self._news:
+            return bool(self._news.wait_for(lambda: self._jobs, max(0.0, seconds)))
+
+    def _next(self) -> tuple[Job, Task] | None:
+        """The next request that has to be computed; others are answered on the way."""
+        settled: list[Outcome] = []
+        found: tuple[Job, Task] | None = None
+        while self._jobs and found is None:
+            job = self._jobs.popleft()  # of a deque, which threads may share
+            try:
+                opened = self.desk.open(job.letter)
+            except WireError as error:
+                settled.append((job, error, False))
+            except LedgerError as error:
+                log.error("%s", error)
+                unread = WireError("the ledger cannot be read; try again", 503, 1)
+                settled.append((job, unread, False))
+            except Exception:
+                log.exception("a request could not be opened")
+                settled.append((job, WireError("the service failed", 500), False))
+            else:
+                if isinstance(opened, Task):
+                    found = job, opened
+                else:
+                    settled.append((job, opened, True))
+        self._settle(settled)
+        return found
+
+    def _keep(self, works: Sequence[tuple[Job, Task]], found: Sequence[Tensor]) -> None:
+        """Hand answers to the ledger, and to those who wait when they are kept."""
+        good: list[Outcome] = []
+        answers: list[Answer] = []
+        for (job, task), logits in zip(works, found, strict=True):
+            if not bool(torch.isfinite(logits).all()):
+                message = "the logits are not finite for these prompts; use smaller ones"
+                self._settle([(job, WireError(message), False)])
+                continue
+            letter, body = job.letter, encode({"logits": logits})
+            answer = Answer(letter.key, letter.digest, body, task.units.cost)
+            answers.append(answer)
+            good.append((job, answer, self.ledger.damaged(letter.key)))  # was paid for before
+
+        def done(error: Exception | None) -> None:
+            if error is None:
+                self._settle(good)
+                return
+            failed = WireError("the answer could not be kept, so it is not given", 503, 1)
+            self._settle([(job, failed, False) for job, _, _ in good])
+
+        if good:
+            self.ledger.keep(answers, done)
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell those who wait, all at once; from any thread."""
+        if outcomes:
+            self._loop.call_soon_threadsafe(_tell, outcomes)
+
+
+def _tell(outcomes: Sequence[Outcome]) -> None:
+    for job, outcome, again in outcomes:
+        if job.future.done():
+            continue
+        if isinstance(outcome, Answer):
+            job.future.set_result((outcome, again))
+        else:
+            job.future.set_exception(outcome)

@@ -1,0 +1,286 @@
+"""The model's work: rows in batches of a fixed size, so that an answer does not depend on others.
+
+Matrix products round differently for different numbers of rows, so a prompt that is encoded in a
+batch of 3 may differ in the last bit from the same prompt in a batch of 30. Here every batch is
+padded to one size, and `deviation` measures whether a row's features then have the same bits at
+every position and beside any others; sizes are halved until they have. A model whose rows differ
+even alone (it is not deterministic) is served with what was measured as `tolerance`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flops.errors import FlopsError
+from flops.serve.batch_invariance import deviation
+from flops.serve.cache import Slab
+from flops.serve.schema import ScoreRequest, Units
+
+log = logging.getLogger("flops.serve")
+
+
+class Prompted(Protocol):
+    """A frozen model of images and class texts that takes prompts, as `PromptedClip` is."""
+
+    classes: tuple[str, ...]
+    text_width: int
+    image_width: int
+    text_limit: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image."""
+
+    @property
+    def image_size(self) -> int:
+        """Side of an image."""
+
+    def digest(self) -> str:
+        """What tells this model with its classes from others."""
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """uint8 (N, H, W[, C]) to float32 (N, channels, S, S)."""
+
+    def text_features(self, prompts: Tensor) -> Tensor:
+        """(P, m_T, text_width) to (P, C, E)."""
+
+    def image_features(self, images: Tensor, prompts: Tensor) -> Tensor:
+        """(Q, channels, S, S) and (Q, m_I, image_width) to (Q, E)."""
+
+    def logits(self, image: Tensor, text: Tensor) -> Tensor:
+        """(Q, E) and (Q, C, E) to (Q, C)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A request with its units and the pixels of its points."""
+
+    request: ScoreRequest
+    units: Units
+    pixels: Tensor  # (N, H, W[, C])
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """At most a batch of what has to be encoded."""
+
+    keys: list[Any]
+    slots: Tensor  # where its features go
+    prompts: Tensor
+    size: int  # of the batch
+
+
+@dataclass(eq=False)
+class Scorer:
+    """Logits of many requests at once; to be used by one thread.
+
+    Args:
+        model: The frozen model.
+        text_batch: Text prompts per batch.
+        image_batch: Images per batch.
+        memory: Bytes of each of the three caches (text and image features, prepared images).
+    """
+
+    model: Prompted
+    text_batch: int = 8
+    image_batch: int = 32
+    memory: int = 64 * 2**20
+    batches: int = field(default=0, init=False)
+    used: int = field(default=0, init=False)  # rows of batches that were not padding
+    padded: int = field(default=0, init=False)
+    sizes: dict[tuple[str, int], int] = field(default_factory=dict, init=False)
+    deviations: dict[tuple[str, int], float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        with torch.inference_mode():
+            text = self.model.text_features(torch.zeros(1, 0, self.model.text_width))[0]  # (C, E)
+        if not bool(torch.isfinite(text).all()):
+            raise FlopsError("the model's features are not finite: its weights are damaged")
+        self._texts = Slab(self._slots(text.numel(), 4096), text.shape)
+        self._images = Slab(self._slots(text.shape[1], 16384), text.shape[1:])
+        pixels = self.model.channels * self.model.image_size**2
+        self._most_prepared = max(1, self.memory // (4 * pixels))
+        self._prepared: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        self.size("logits", 0)
+        for tokens in (0, 4):
+            self.size("text", tokens)
+            self.size("image", tokens)
+
+    @property
+    def most_texts(self) -> int:
+        """Most distinct text prompts at once."""
+        return len(self._texts.rows)
+
+    @property
+    def most_images(self) -> int:
+        """Most distinct pairs of a point and an image prompt at once."""
+        return len(self._images.rows)
+
+    @property
+    def tolerance(self) -> float:
+        """Most that a feature or logit differs with its batch, as far as was measured; 0 is bits.
+
+        Batches of 0 and 4 prompt tokens are measured at the start, others when they first come.
+        """
+        return max(self.deviations.values())
+
+    @property
+    def cache(self) -> dict[str, int]:
+        """Hits and misses of the features."""
+        texts, images = self._texts, self._images
+        return {
+            "text_hits": texts.hits,
+            "text_misses": texts.misses,
+            "image_hits": images.hits,
+            "image_misses": images.misses,
+        }
+
+    @torch.inference_mode()
+    def score(self, tasks: Sequence[Task]) -> list[Tensor]:
+        """Logits (Q, C) of each task."""
+        try:
+            text_slots = self._encode_texts(tasks)
+            image_slots = self._encode_images(tasks)
+        except BaseException:
+            self._texts.clear()
+            self._images.clear()
+            raise
+        text, image = torch.tensor(text_slots), torch.tensor(image_slots)
+        size, found = self.size("logits", 0), []
+        for begin in range(0, len(text), size):
+            chosen = slice(begin, begin + size)
+            rows = _padded(self._images.rows[image[chosen]], size)
+            found.append(self.model.logits(rows, _padded(self._texts.rows[text[chosen]], size)))
+        counts = [task.units.cost.queries for task in tasks]
+        return [part.clone() for part in torch.cat(found)[: len(text)].split(counts)]
+
+    def size(self, kind: str, tokens: int) -> int:
+        """Fixed batch size for a kind of batch with this many prompt tokens; checked once."""
+        if (kind, tokens) not in self.sizes:
+            wanted = self.text_batch if kind == "text" else self.image_batch
+            function, rows = self._case(kind, tokens, 2 * wanted)
+            size = wanted
+            with torch.inference_mode():
+                while (found := deviation(function, rows, size)) and size > 1:
+                    size //= 2
+            if size != wanted:
+                log.warning(
+                    "%s with %d prompt tokens: answers depend on neighbours in batches of %d; "
+                    "using batches of %d, which is slower",
+                    *(kind, tokens, wanted, size),
+                )
+            if found:
+                log.warning(
+                    "%s with %d prompt tokens: the same row differs by up to %.1e from one time to "
+                    "the next; /v1/info says so as batch_tolerance",
+                    *(kind, tokens, found),
+                )
+            self.deviations[kind, tokens] = found
+            self.sizes[kind, tokens] = size
+        return self.sizes[kind, tokens]
+
+    def _case(
+        self, kind: str, tokens: int, rows: int
+    ) -> tuple[Callable[..., Tensor], list[Tensor]]:
+        """A function of batches and random rows for it."""
+        model, source = self.model, torch.Generator().manual_seed(8)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(rows, *shape, generator=source)
+
+        if kind == "text":
+            return model.text_features, [0.1 * draw(tokens, model.text_width)]
+        if kind == "image":
+            images = draw(model.channels, model.image_size, model.image_size)
+            return model.image_features, [images, 0.1 * draw(tokens, model.image_width)]
+        classes, width = self._texts.rows.shape[1:]
+        return model.logits, [draw(width), draw(classes, width)]
+
+    def _encode_texts(self, tasks: Sequence[Task]) -> list[int]:
+        slots, missing = self._texts.claim(key for task in tasks for key in task.units.texts)
+        if missing:
+            prompts = [task.request.text for task in tasks]
+            names = ((task.units.texts, task.request.text_of) for task in tasks)
+            for part in self._chunks("text", missing, prompts, names):
+                rows = self.model.text_features(_padded(part.prompts, part.size))
+                self._texts.rows[part.slots] = rows[: len(part.slots)]
+        return slots
+
+    def _encode_images(self, tasks: Sequence[Task]) -> list[int]:
+        slots, missing = self._images.claim(key for task in tasks for key in task.units.images)
+        if missing:
+            pixels = {task.request.points: task.pixels for task in tasks}
+            prompts = [task.request.image for task in tasks]
+            names = ((task.units.images, task.request.image_of) for task in tasks)
+            for part in self._chunks("image", missing, prompts, names):
+                images = torch.stack([self._image(key, pixels[key[0]]) for key in part.keys])
+                rows = self.model.image_features(
+                    _padded(images, part.size), _padded(part.prompts, part.size)
+                )
+                self._images.rows[part.slots] = rows[: len(part.slots)]
+        return slots
+
+    def _chunks(
+        self,
+        kind: str,
+        missing: dict[Any, int],
+        prompts: Sequence[Tensor],
+        names: Iterable[tuple[list[Any], Tensor]],
+    ) -> Iterator[_Chunk]:
+        """What is missing, with equally many prompt tokens, at most a batch at a time.
+
+        Args:
+            kind: text or image.
+            missing: Slots by key.
+            prompts: Of each request.
+            names: Of each request, keys of all rows and the prompt of each.
+        """
+        places: dict[int, dict[Any, int]] = {}  # by tokens: key to its place among these prompts
+        lengths: dict[int, int] = {}
+        for given, (keys, of) in zip(prompts, names, strict=True):
+            tokens = given.shape[1]
+            start, found = lengths.get(tokens, 0), places.setdefault(tokens, {})
+            found.update(
+                (key, start + i) for key, i in zip(keys, of.tolist(), strict=True) if key in missing
+            )
+            lengths[tokens] = start + len(given)
+        for tokens in sorted(places):
+            every = torch.cat([given for given in prompts if given.shape[1] == tokens])
+            keys, size = list(places[tokens]), self.size(kind, tokens)
+            for begin in range(0, len(keys), size):
+                chunk = keys[begin : begin + size]
+                self.batches += 1
+                self.used += len(chunk)
+                self.padded += size - len(chunk)
+                chosen = torch.tensor([places[tokens][key] for key in chunk])
+                slots = torch.tensor([missing[key] for key in chunk])
+                yield _Chunk(chunk, slots, every[chosen], size)
+
+    def _image(self, key: tuple[str, int, bytes], pixels: Tensor) -> Tensor:
+        """A prepared image; prepared alone, so that it never depends on others."""
+        name = key[:2]
+        found = self._prepared.get(name)
+        if found is None:
+            found = self._prepared[name] = self.model.prepare(pixels[key[1] : key[1] + 1])[0]
+            if len(self._prepared) > self._most_prepared:
+                self._prepared.popitem(last=False)
+        else:
+            self._prepared.move_to_end(name)
+        return found
+
+    def _slots(self, width: int, most: int) -> int:
+        return max(1, min(most, self.memory // (4 * width)))
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    """With zeros to a full batch."""
+    if len(rows) == size:
+        return rows
+    return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])

@@ -1,1 +1,0 @@
-"""Studies: the paper's claims, checked by a command each."""

@@ -1,0 +1,1 @@
+"""Shaped noise: where the gradient lives, learned from the queries."""

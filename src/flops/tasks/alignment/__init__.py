@@ -1,0 +1,1 @@
+"""Alignment: an adapter between two frozen models."""

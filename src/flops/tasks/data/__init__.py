@@ -1,0 +1,1 @@
+"""Data sets: images, captions, splits."""

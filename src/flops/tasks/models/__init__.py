@@ -1,0 +1,1 @@
+"""Models that several tasks share."""

@@ -1,0 +1,1 @@
+"""Prompt tuning of a model behind a service."""

@@ -1,0 +1,159 @@
+"""The methods of `flops tune`, each a configuration of the same tuner.
+
+| name | noise | allocation |
+|---|---|---|
+| manual | none: the class texts as they are, no prompt vectors | |
+| lr | Gaussian, own for every point | equal |
+| ops-lr | the same | Gaussian, the paper's |
+| spsa | signs in pairs, own for every point | equal |
+| ops-spsa | the same | Gaussian |
+| shaped-lr | Gaussian; what all queries said of the logits is remembered | Gaussian |
+| cma-es | a population, one vector for the batch | |
+| bp | none: backpropagation through a model of one's own, the bound | |
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flops.allocators import Equal, Gaussian
+from flops.allocators.base import Allocator
+from flops.blackbox.ask_tell import Inquiry
+from flops.blackbox.cma import Evolution
+from flops.blackbox.estimating import Options
+from flops.blackbox.order import Order
+from flops.blackbox.outputs import Outputs
+from flops.blackbox.tuner import Tuner
+from flops.blackbox.tuning import Stepper
+from flops.engine.meetings import Work
+from flops.errors import FlopsError
+from flops.estimators import SPSA, LikelihoodRatio
+from flops.subspace.config import Shaping
+from flops.tasks.prompts.names import TuneMethod
+from flops.tasks.prompts.prompt import LocalObjective
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a method needs to know.
+
+    Attributes:
+        name: Which one.
+        step_size: Learning rate of Adam; of cma-es its first standard deviation.
+        sigma: Noise scale of the prompts' numbers.
+        queries: Mean queries per point and step.
+        batch: Points of a step.
+        seed: Key of noise and order.
+    """
+
+    name: TuneMethod
+    step_size: float
+    sigma: float = 0.01
+    queries: float = 60.0
+    batch: int = 64
+    seed: int = 0
+
+
+def stepper(
+    recipe: Recipe,
+    start: Tensor,
+    points: int,
+    parts: dict[str, tuple[int, ...]],
+    local: LocalObjective | None = None,
+    outputs: Outputs | None = None,
+) -> Stepper | None:
+    """What takes the steps of a method; None for the manual prompt.
+
+    Args:
+        recipe: The method.
+        start: Parameters to start from.
+        points: How many points there are.
+        parts: Of the parameters.
+        local: The model itself, for bp.
+        outputs: What shaped noise reads from answers.
+    """
+    if recipe.name == "manual":
+        return None
+    if recipe.name == "cma-es":
+        return Evolution(
+            start, points, sigma=recipe.step_size, batch=recipe.batch, seed=recipe.seed
+        )
+    if recipe.name == "bp":
+        if local is None:
+            raise FlopsError("bp needs the model itself, not a service: give --model")
+        return Backpropagation(start, points, local, recipe)
+    estimator: Options = SPSA(recipe.sigma)
+    if "lr" in recipe.name:
+        shaping = Shaping() if recipe.name == "shaped-lr" else None
+        estimator = LikelihoodRatio(recipe.sigma, shaping=shaping)
+    learned = recipe.name in ("ops-lr", "ops-spsa", "shaped-lr")
+    allocator: Allocator = Gaussian() if learned else Equal()
+    return Tuner(
+        start,
+        points,
+        estimator=estimator,
+        queries=recipe.queries,
+        allocator=copy.deepcopy(allocator),
+        batch=recipe.batch,
+        learning_rate=recipe.step_size,
+        parts=parts,
+        outputs=outputs if estimator.shaping is not None else None,
+        seed=recipe.seed,
+    )
+
+
+class Backpropagation(Inquiry):
+    """Exact gradients of a local model, in the same batches with the same optimizer."""
+
+    def __init__(
+        self, start: Tensor, points: int, objective: LocalObjective, recipe: Recipe
+    ) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(start.detach().clone())
+        self.optimizer = torch.optim.Adam([self.theta], recipe.step_size)
+        self._order = Order(points, recipe.batch, recipe.seed)
+        self.local, self.steps = objective, 0
+
+    @property
+    def parameters(self) -> Tensor:
+        """As they are now."""
+        return self.theta.detach().clone()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in which every point comes once."""
+        return self._order.steps_per_epoch
+
+    def step_cost(self) -> int:
+        """It asks nothing."""
+        return 0
+
+    def stepping(self) -> Work[None]:
+        """One step, without a question."""
+        points = self._order.at(self.steps)
+        self.optimizer.zero_grad()
+        self.local.losses(self.theta.expand(len(points), -1), points).mean().backward()
+        self.optimizer.step()
+        self.steps += 1
+        return
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later steps follow from."""
+        return {
+            "theta": self.parameters,
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        with torch.no_grad():
+            self.theta.copy_(state["theta"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.steps = int(state["steps"])

@@ -1,0 +1,283 @@
+"""Prompt tuning: a few numbers that become prompt vectors of a frozen CLIP (the paper's 5.2).
+
+    p = z W,   z_T of shape (m_T, d_T), z_I of shape (m_I, d_I)
+
+W are frozen Gaussian projections, one for each modality, with entries of variance s^2/d, so that
+z ~ N(0, 1) makes prompts as large as the vectors they stand among: s is .02 for texts (CLIP's own
+for new tokens) and .3 for images. Tuning starts from z ~ N(0, .3^2). (From z = 0 image prompts
+would be equal, and at the point where LayerNorm has no derivative.) With ``single`` there is one
+vector for each modality, d_T + d_I numbers in all, and W makes all of its prompt vectors at once.
+
+An objective turns z into prompts and asks for logits; the loss is the cross-entropy of the right
+class, which stays with whoever tunes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flops.blackbox.journal import Answer, Request
+from flops.blackbox.objective import Question
+from flops.blackbox.outputs import Outputs
+from flops.errors import FlopsError
+from flops.perturb.random import generator
+from flops.serve.client import Query, ServiceClient
+from flops.tasks.models.clip import PromptedClip
+
+EMBED = "embed"  # kind of question whose answer also has the logits
+STEPS = ("clean", "query")  # kinds whose answers have them where logits are read
+
+
+@dataclass(frozen=True)
+class PromptSpace:
+    """Where prompts are tuned.
+
+    Args:
+        text_width: Width of a text prompt vector.
+        image_width: Width of an image prompt vector.
+        text_tokens: Text prompt vectors m_T.
+        image_tokens: Image prompt vectors m_I.
+        text_dimensions: d_T.
+        image_dimensions: d_I.
+        single: One z for each modality instead of one for each prompt vector.
+        text_scale: s of the text prompts.
+        image_scale: s of the image prompts.
+        spread: Standard deviation of the numbers at the start.
+        seed: Key of the projections and the start.
+    """
+
+    text_width: int
+    image_width: int
+    text_tokens: int = 12
+    image_tokens: int = 10
+    text_dimensions: int = 500
+    image_dimensions: int = 500
+    single: bool = False
+    text_scale: float = 0.02
+    image_scale: float = 0.3
+    spread: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        if min(self.text_tokens, self.image_tokens) < 0:
+            raise FlopsError("text_tokens and image_tokens must not be negative")
+        if min(self.text_dimensions, self.image_dimensions) < 1:
+            raise FlopsError("text_dimensions and image_dimensions must be at least 1")
+
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Shape of z, by modality."""
+        found = {
+            "text": (1 if self.single else self.text_tokens, self.text_dimensions),
+            "image": (1 if self.single else self.image_tokens, self.image_dimensions),
+        }
+        tokens = {"text": self.text_tokens, "image": self.image_tokens}
+        return {name: shape for name, shape in found.items() if tokens[name]}
+
+    @property
+    def size(self) -> int:
+        """Numbers that are tuned."""
+        return sum(rows * columns for rows, columns in self.parts.values())
+
+    @cached_property
+    def projections(self) -> dict[str, Tensor]:
+        """W of each modality, shape (d, width), or (d, tokens * width) for single vectors."""
+        found = {}
+        for place, (name, (_, dimensions)) in enumerate(self.parts.items()):
+            tokens, width = self._shape(name)
+            source = generator(self.seed, 17, place)
+            out = tokens * width if self.single else width
+            scale = self.text_scale if name == "text" else self.image_scale
+            matrix = torch.randn(dimensions, out, generator=source)
+            found[name] = matrix * (scale / dimensions**0.5)
+        return found
+
+    def start(self) -> Tensor:
+        """Where tuning starts, shape (size,)."""
+        return torch.randn(self.size, generator=generator(self.seed, 18)) * self.spread
+
+    def prompts(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Text and image prompts, shapes (Q, m_T, text_width) and (Q, m_I, image_width)."""
+        sizes = [rows * columns for rows, columns in self.parts.values()]
+        cut = z.split(sizes, dim=1) if sizes else ()
+        found = {}
+        for part, (name, shape) in zip(cut, self.parts.items(), strict=True):
+            projected = part.reshape(len(z), *shape) @ self.projections[name]
+            found[name] = projected.reshape(len(z), *self._shape(name))
+        return tuple(
+            found.get(name, z.new_zeros(len(z), *self._shape(name))) for name in ("text", "image")
+        )
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        if name == "text":
+            return self.text_tokens, self.text_width
+        return self.image_tokens, self.image_width
+
+
+def prompts_of(space: PromptSpace, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct text and image prompts of rows, and which of them each row has.
+
+    The same vector for all rows (a clean pass, a shared draw) is one prompt: it travels once, and
+    the class texts are encoded once.
+    """
+    shared = len(parameters) > 1 and parameters.stride(0) == 0
+    text, image = space.prompts(parameters[:1] if shared else parameters)
+    of = torch.zeros(len(parameters), dtype=torch.long)
+    return text, image, of if shared else torch.arange(len(parameters))
+
+
+def columns(logits: Tensor, labels: Tensor, kind: str, shown: bool = False) -> Tensor:
+    """Loss and whether the class was found; the logits as well for embeddings, or if shown."""
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    found = [losses, (logits.argmax(1) == labels).float()]
+    whole = torch.stack(found, 1)
+    wanted = kind == EMBED or (shown and kind in STEPS)
+    return torch.cat([whole, logits], 1) if wanted else whole
+
+
+def outputs_of(labels: Tensor) -> Outputs:
+    """Logits of such answers, less their mean, which changes no loss."""
+
+    def centred(answer: Tensor) -> Tensor:
+        logits = answer[:, 2:]
+        return logits - logits.mean(1, keepdim=True)
+
+    def loss(outputs: Tensor, points: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels[points], reduction="none")
+
+    return Outputs(centred, loss)
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Points at a service, in sets of ``size`` but for the last."""
+
+    names: tuple[str, ...]
+    size: int
+
+
+def upload(client: ServiceClient, pixels: Tensor, limits: Mapping[str, Any]) -> Uploaded:
+    """Upload points, in as many sets as the service's limits ask for."""
+    room = int(limits["upload_bytes"]) - 4096  # a little goes for names and shapes
+    size = min(room // max(1, pixels[0].numel()), int(limits["points"]), len(pixels))
+    if size < 1:
+        raise FlopsError(
+            f"the service takes uploads of {limits['upload_bytes']:,} bytes, less than one image"
+        )
+    return Uploaded(tuple(client.upload(part) for part in pixels.split(size)), size)
+
+
+@dataclass(frozen=True, eq=False)
+class ServiceObjective:
+    """Asks a service; every request under its key.
+
+    Attributes:
+        client: Of the service.
+        points: The uploaded points.
+        labels: Class of each of them, shape (N,).
+        space: How z becomes prompts; None asks without any prompt vectors.
+        shown: Whether the answers of steps have the logits, which the service sends anyway.
+    """
+
+    client: ServiceClient
+    points: Uploaded
+    labels: Tensor
+    space: PromptSpace
+    shown: bool = False
+
+    def prepare(self, question: Question, key: str) -> list[Request]:
+        """Requests of a question, one for each set of points that it has rows of."""
+        text, image, of = prompts_of(self.space, question.parameters)
+        found = []
+        for number, at in self._sets(question):
+            rows = question.points[at] - number * self.points.size
+            one = key if len(at) == len(question) else f"{key}-{number}"
+            # Only the prompts of these rows: a prompt that no row has would be paid for.
+            used, place = of[at].unique(return_inverse=True)
+            query = Query(
+                self.points.names[number], rows, text[used], place, image[used], place, one
+            )
+            found.append(Request(one, query.body()))
+        return found
+
+    def send(self, question: Question, requests: Sequence[Request]) -> Answer:
+        """Losses, hits and costs of requests, sent as they are."""
+        logits: Tensor | None = None
+        cost = {"texts": 0, "images": 0, "replays": 0}
+        for (_, at), request in zip(self._sets(question), requests, strict=True):
+            scores = self.client.ask(_Sealed(request, question.points[at]))
+            if logits is None:
+                logits = scores.logits.new_empty(len(question), scores.logits.size(1))
+            logits[at] = scores.logits
+            for name in ("texts", "images"):
+                cost[name] += int(getattr(scores, name))
+            cost["replays"] += int(scores.replayed)
+        assert logits is not None
+        labels = self.labels[question.points]
+        return Answer(columns(logits, labels, question.kind, self.shown), cost)
+
+    def answer(self, question: Question, key: str) -> Answer:
+        """Both at once."""
+        return self.send(question, self.prepare(question, key))
+
+    def _sets(self, question: Question) -> list[tuple[int, Tensor]]:
+        """Sets of uploaded points, and the rows that belong to each."""
+        sets = question.points // self.points.size
+        return [(n, torch.nonzero(sets == n).flatten()) for n in sets.unique().tolist()]
+
+
+class _Sealed(Query):
+    """A query whose bytes are what they are: made earlier, perhaps on another machine."""
+
+    def __init__(self, request: Request, rows: Tensor) -> None:
+        for name, value in (("key", request.key), ("rows", rows), ("_body", request.body)):
+            object.__setattr__(self, name, value)
+
+    def body(self) -> bytes:
+        """As it was."""
+        body: bytes = vars(self)["_body"]
+        return body
+
+
+@dataclass(frozen=True, eq=False)
+class LocalObjective:
+    """The same on a model in this process; for backpropagation, which needs one, and for tests."""
+
+    model: PromptedClip
+    images: Tensor  # (N, channels, S, S)
+    labels: Tensor
+    space: PromptSpace
+    rows: int = 64
+    shown: bool = False
+
+    def logits(self, parameters: Tensor, points: Tensor) -> Tensor:
+        """Differentiable in the parameters."""
+        text, image, of = prompts_of(self.space, parameters)
+        features = self.model.text_features(text)
+        seen = self.model.image_features(self.images[points], image[of])
+        return self.model.logits(seen, features[of])
+
+    def losses(self, parameters: Tensor, points: Tensor) -> Tensor:
+        """Of the points, differentiable, shape (Q,)."""
+        logits = self.logits(parameters, points)
+        return F.cross_entropy(logits, self.labels[points], reduction="none")
+
+    def answer(self, question: Question, key: str) -> Answer:
+        """Losses, hits and costs, in pieces."""
+        found, texts = [], 0
+        with torch.no_grad():
+            for begin in range(0, len(question), self.rows):
+                part = question.part(begin, begin + self.rows)
+                logits = self.logits(part.parameters, part.points).clone()
+                found.append(columns(logits, self.labels[part.points], part.kind, self.shown))
+                shared = len(part) > 1 and part.parameters.stride(0) == 0
+                texts += (1 if shared else len(part)) * len(self.model.classes)
+        return Answer(torch.cat(found).clone(), {"texts": texts, "images": len(question)})

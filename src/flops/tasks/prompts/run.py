@@ -1,0 +1,217 @@
+"""One run of `flops tune`: a method, a step size, a seed; a folder with its journal and results."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+
+from flops.allocators.base import Learner
+from flops.blackbox.evaluator import Answering, KeyedObjective, RequestObjective, drive
+from flops.blackbox.journal import Journal
+from flops.blackbox.tuner import Tuner
+from flops.blackbox.tuning import Progress, Tuning
+from flops.errors import FlopsError
+from flops.serve.client import ServiceClient
+from flops.storage.files import atomic_write
+from flops.tasks.data.few_shot import FewShots
+from flops.tasks.models.clip import PromptedClip
+from flops.tasks.prompts.methods import Recipe, stepper
+from flops.tasks.prompts.prompt import (
+    LocalObjective,
+    PromptSpace,
+    ServiceObjective,
+    Uploaded,
+    outputs_of,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a command have in common; see `flops tune --help`."""
+
+    space: PromptSpace
+    epochs: int
+    patience: int
+    budget: int | None
+    part: int
+    concurrency: int
+
+
+@dataclass(frozen=True, eq=False)
+class Whom:
+    """Whom a run asks: a service, or for backpropagation the model itself."""
+
+    client: ServiceClient
+    points: Uploaded
+    model: PromptedClip | None = None
+
+
+def tune(
+    folder: Path,
+    recipe: Recipe,
+    settings: Settings,
+    shots: FewShots,
+    whom: Whom,
+    *,
+    identity: dict[str, Any],
+    notify: Callable[[Progress], None] | None = None,
+    answered: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = warnings.warn,
+) -> dict[str, Any]:
+    """Run it, or go on where it was stopped, and write what was found.
+
+    Args:
+        folder: Of this run.
+        recipe: Method, step size, seed.
+        settings: Common to all runs.
+        shots: The data.
+        whom: Whom to ask.
+        identity: Model and data, so that a journal of others is refused.
+        notify: Told after each epoch.
+        answered: Told the number of rows whenever some were answered.
+        stopped: Asked behind each answer whether to give up, which is an error.
+        say: Told what was wrong and is dealt with, in a sentence.
+
+    Returns:
+        The result, as in result.json.
+    """
+    done = folder / "result.json"
+    about = {**asdict(recipe), **asdict(settings), **identity}
+    shown = recipe.name == "shaped-lr"  # it reads the logits, so its journal has them
+    if shown:
+        about["shown"] = shown
+    for free in ("budget", "concurrency"):  # they change no question: a run may go on with others
+        del about[free]
+    journal = Journal(folder / "journal.sqlite", about, say)
+    try:
+        kept = _finished(done, say)
+        if kept is not None and kept["budget"] == settings.budget:
+            return kept
+        local, objective, space = None, None, settings.space
+        if recipe.name == "manual":  # no prompt vectors at all
+            space = replace(space, text_tokens=0, image_tokens=0)
+        if recipe.name == "bp":
+            assert whom.model is not None
+            images = whom.model.prepare(shots.pixels)
+            objective = local = LocalObjective(whom.model, images, shots.labels, space)
+        asked: KeyedObjective | RequestObjective = objective or ServiceObjective(
+            whom.client, whom.points, shots.labels, space, shown=shown
+        )
+        start, outputs = space.start(), outputs_of(shots.labels)
+        steps = stepper(recipe, start, len(shots.points.train), space.parts, local, outputs)
+        compares = isinstance(steps, Tuner) and isinstance(steps.allocator, Learner)
+
+        def embed(logits: Any) -> None:
+            assert isinstance(steps, Tuner)
+            steps.embeddings = logits
+
+        run = Tuning(
+            steps,
+            start,
+            shots.points,
+            0 if recipe.name == "manual" else settings.epochs,
+            settings.patience,
+            settings.budget,
+            embed if compares else None,
+            notify,
+        )
+        answering = Answering(
+            asked,
+            journal,
+            settings.budget,
+            settings.part,
+            settings.concurrency,
+            answered,
+        )
+        _drive(run, answering, journal, whom.client, stopped)
+        found = {"z": run.best, **{n: w.contiguous() for n, w in space.projections.items()}}
+        result = _result(recipe, run, journal) | {"budget": settings.budget}
+        lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in run.history)
+        _write(folder / "prompts.safetensors", save(found))
+        _write(folder / "metrics.jsonl", lines.encode())
+        _write(done, (json.dumps(result, indent=1) + "\n").encode())  # last: it says "finished"
+        return result
+    finally:
+        journal.close()
+
+
+def _drive(
+    run: Tuning,
+    answering: Answering,
+    journal: Journal,
+    client: ServiceClient,
+    stopped: Callable[[], bool],
+) -> None:
+    """Ask and tell; requests, retries and seconds are counted over all processes of the run."""
+    before, began = client.counts, time.perf_counter()
+
+    def count() -> None:
+        nonlocal before, began
+        now, clock = client.counts, time.perf_counter()
+        for name in ("requests", "retries"):
+            if now[name] > before[name]:
+                journal.count(name, now[name] - before[name])
+        journal.count("seconds", clock - began)
+        before, began = now, clock
+        if stopped() and not run.done:
+            raise FlopsError("the run was stopped")
+
+    drive(run, answering, count)
+
+
+def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """The result of a run that has ended, if it can be read."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        if isinstance(found, dict) and found.keys() >= {"budget", "validation_loss", "queries"}:
+            return found
+        reason = "it is not a result"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    say(f"{path} cannot be read ({reason}); it is made again from the journal")
+    return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The whole file or none of it."""
+    try:
+        atomic_write(path, data)
+    except OSError as error:
+        raise FlopsError(
+            f"{path} cannot be written ({error}): free some space and start the same command "
+            "again; all answers are in the journal, and nothing is paid for twice"
+        ) from error
+
+
+def _result(recipe: Recipe, run: Tuning, journal: Journal) -> dict[str, Any]:
+    best = min(run.history, key=lambda entry: entry.validation_loss)
+    counted, paid = journal.counters(), journal.paid()
+    return {
+        "method": recipe.name,
+        "step_size": recipe.step_size,
+        "seed": recipe.seed,
+        "accuracy": run.test_accuracy,
+        "loss": run.test_loss,
+        "validation_accuracy": best.validation_accuracy,
+        "validation_loss": best.validation_loss,
+        "epochs": run.history[-1].epoch,
+        "best_epoch": best.epoch,
+        "stopped": run.stopped,
+        "queries": paid["queries"],
+        "texts": paid.get("texts", 0),
+        "images": paid.get("images", 0),
+        "requests": int(counted.get("requests", 0)),
+        "retries": int(counted.get("retries", 0)),
+        "replays": paid.get("replays", 0),
+        "seconds": counted.get("seconds", 0.0),
+    }

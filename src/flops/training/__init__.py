@@ -1,0 +1,1 @@
+"""Training runs: one loop, run directory, checkpoints, console."""

@@ -1,0 +1,56 @@
+"""Runs that `torchrun` starts as several processes: join the group, leave it, agree on things."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flops.engine.collectives import Team, WorkerError
+
+
+def launched() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+@contextmanager
+def joined(timeout: float, device: str) -> Iterator[Team]:
+    """The team of a launched process, or that of one alone; a group of the caller's own is kept.
+
+    Args:
+        timeout: Seconds to wait for an answer before the others are given up.
+        device: What the model runs on: "cpu", "cuda" or "auto".
+
+    Raises:
+        WorkerError: If the others cannot be reached.
+    """
+    if not launched() or not dist.is_available() or dist.is_initialized():
+        yield Team.find("auto")
+        return
+    cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise WorkerError(f"the processes do not find each other: {error}") from error
+    try:
+        yield Team.find("auto")
+    finally:
+        dist.destroy_process_group()
+
+
+def share(team: Team, value: Any) -> Any:
+    """What process 0 has, on all of them: a checkpoint, read by one and from one disk."""
+    if team.alone:
+        return value
+    parts = [value if team.rank == 0 else None]
+    with team.trusting():
+        dist.broadcast_object_list(parts, group=team.group, group_src=0)
+    return parts[0]

@@ -1,0 +1,191 @@
+"""The one training loop: every method is a configuration of it.
+
+    step -> line in metrics.jsonl -> evaluation, where a mark is reached -> checkpoint, where due
+
+The order of the points follows from (seed, epoch), and evaluations from the state alone, so that a
+run that continues from a checkpoint does what an unbroken one does: bit for bit on the same machine
+with the same versions and number of threads, else but for rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from flops.engine.collectives import Team
+from flops.storage.disk import writing
+from flops.training.config import ConfigError, RunConfig
+from flops.training.launch import joined, share
+from flops.training.progress import Evaluation, Result
+from flops.training.results import write_results
+from flops.training.run_directory import RunFolder, check_free
+from flops.training.signals import Stopping
+from flops.training.trainer import Trainer
+
+
+class Display(Protocol):
+    """What watches a run; see `flops.training.console`."""
+
+    def start(self, trainer: Trainer, folder: Path | None) -> None:
+        """Training begins, or goes on."""
+
+    def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        """A step was taken; its line of the metrics."""
+
+    def evaluation(self, trainer: Trainer, found: Evaluation) -> None:
+        """The validation split was evaluated."""
+
+    def close(self) -> None:
+        """Training ended, or was broken off."""
+
+
+class Silence:
+    """Shows nothing."""
+
+    def start(self, trainer: Trainer, folder: Path | None) -> None:
+        """Nothing."""
+
+    def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def evaluation(self, trainer: Trainer, found: Evaluation) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    checkpoint: str = "last",
+    display: Display | None = None,
+) -> Result:
+    """Train until `epochs` or `budget` is reached, and write the run folder.
+
+    Args:
+        config: What to do. Without `output` nothing is written.
+        resume: Continue the run in `output`, from its last checkpoint or from the beginning if
+            there is none yet.
+        checkpoint: "last", the last that is whole, or "previous", the one before.
+        display: Watches the run; None for nothing.
+
+    Under torchrun the processes share the queries of every step; process 0 alone writes.
+
+    Returns:
+        All evaluations and what the run cost.
+
+    Raises:
+        FlopsError: If the folder, the data, the model and the settings do not fit, a loss is
+            not finite, or another process of the run died.
+        KeyboardInterrupt: After Ctrl-C or a polite kill, with a checkpoint of the step that was
+            running; a second one stops at once.
+    """
+    with joined(config.timeout, config.device) as team:
+        if team.rank:  # process 0 has the folder and the display
+            config, display = dataclasses.replace(config, output=None), None
+        return _train(config, resume, checkpoint, display or Silence(), team)
+
+
+def _train(config: RunConfig, resume: bool, checkpoint: str, shown: Display, team: Team) -> Result:
+    path = None if config.output is None else Path(config.output)
+    folder, restored = None, None
+    if path is not None and resume:
+        folder, restored = RunFolder.reopen(path, checkpoint)
+    elif path is not None:
+        check_free(path)
+    elif resume and team.rank == 0:
+        raise ConfigError("resume needs the run folder: set `output`")
+    try:
+        trainer = Trainer(config)
+        if (restored := share(team, restored)) is not None:
+            trainer.load_state_dict(*restored)
+        if path is not None and folder is None:  # now that model, data and settings fit
+            folder = RunFolder.create(path, config)
+        shown.start(trainer, path)
+        with Stopping(folder is not None or team.rank > 0) as stopping:
+            _loop(trainer, folder, shown, stopping)
+        peak = peak_memory()
+        if folder is not None:
+            advice = "make room, and resume the run: it is done, and writes them then"
+            with writing(folder.path, advice):
+                write_results(trainer, folder.path)
+    finally:
+        shown.close()
+        if folder is not None:
+            folder.close()
+    progress = trainer.progress
+    return Result(
+        tuple(progress.evaluations),
+        progress.step,
+        progress.queries,
+        progress.spent,
+        dict(progress.parts),
+        progress.seconds,
+        peak,
+        config.output,
+    )
+
+
+def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping: Stopping) -> None:
+    clock = _Clock(trainer.config, trainer.progress.step)
+    while True:
+        if marks := trainer.due():
+            found = trainer.evaluate(marks)
+            if folder is not None:
+                folder.write({"kind": "evaluation", **found.to_dict()})
+            display.evaluation(trainer, found)
+        finished = trainer.finished()
+        if folder is not None and clock.due(trainer.progress.step, finished):
+            weights, state = trainer.weights(), trainer.state_dict()
+            folder.save(trainer.progress.step, weights, state, last=finished)
+        if finished:
+            return
+        line = trainer.step()
+        if folder is not None:
+            folder.write(line)
+        display.step(trainer, line)
+        if trainer.team.any(stopping.asked):  # all at the same step
+            if folder is not None:
+                folder.save(trainer.progress.step, trainer.weights(), trainer.state_dict())
+            raise KeyboardInterrupt
+
+
+def peak_memory() -> int:
+    """Largest memory that the process ever had, in bytes; 0 where that is not known.
+
+    Linux's `ru_maxrss` begins at what the parent had when it started the process, so it would give
+    every worker of a comparison the memory of the parent; VmHWM is of the process alone.
+    """
+    if sys.platform == "linux":
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            found = [int(line.split()[1]) for line in status if line.startswith("VmHWM:")]
+        if found:
+            return found[0] * 1024
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+class _Clock:
+    """Says when a checkpoint is due; never twice at the same step."""
+
+    def __init__(self, config: RunConfig, step: int) -> None:
+        self._steps, self._seconds = config.checkpoint_steps, config.checkpoint_seconds
+        self._step, self._time = step, time.monotonic()
+
+    def due(self, step: int, finished: bool) -> bool:
+        now = time.monotonic()
+        by_steps = self._steps is not None and step % self._steps == 0
+        by_time = self._seconds is not None and now - self._time >= self._seconds
+        if step == self._step or not (finished or by_steps or by_time):
+            return False
+        self._step, self._time = step, now
+        return True

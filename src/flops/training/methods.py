@@ -1,0 +1,181 @@
+"""The methods that are compared, each a configuration of the same engine.
+
+| name | noise | draws | allocation |
+|---|---|---|---|
+| bp | none: backpropagation | | |
+| mezo | all parameters | one for the batch, 2 queries | |
+| n-spsa | parameters, by group | own for every point | equal |
+| deepzero | single coordinates of a pruned set | one for the batch | |
+| lr | leaf outputs, the paper's | own for every point | equal |
+| ops-spsa, ops-lr | as n-spsa and lr | own for every point | Gaussian, the paper's |
+| shaped-lr | stage outputs, shaped | own for every point | Gaussian |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from flops.allocators import Equal, Gaussian
+from flops.allocators.base import Allocator
+from flops.allocators.gaussian import Feature
+from flops.engine.auto_groups import automatic_groups
+from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.groups import Group
+from flops.estimators import DeepZero, Exact, LikelihoodRatio, mezo
+from flops.estimators.base import Estimator
+from flops.estimators.likelihood_ratio import Targets
+from flops.estimators.spsa import SPSA
+from flops.passes.batch import LossFunction
+from flops.perturb.random import Kind
+from flops.subspace.config import Shaping
+
+MethodName = Literal["bp", "mezo", "n-spsa", "deepzero", "lr", "ops-spsa", "ops-lr", "shaped-lr"]
+METHODS: tuple[MethodName, ...] = get_args(MethodName)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method and its settings.
+
+    Args:
+        name: Which one.
+        queries: Mean queries per point and group; MeZO always makes 2 for the whole model.
+        sigma: Noise scale: one for all groups, or one for each stage of layers (what stands
+            before and after them takes the first and the last). None is 1e-3.
+        targets: What likelihood ratio perturbs; None is "leaf" for lr and ops-lr, "stage" for
+            shaped-lr.
+        stages: Groups into which the layers are cut; embeddings, norm and head are their own.
+        clip_attention: Largest norm of the gradient of all attention parameters; None leaves it.
+        noise: Kind of likelihood ratio's noise.
+    """
+
+    name: MethodName = "shaped-lr"
+    queries: float = 20.0
+    sigma: tuple[float, ...] | None = None
+    targets: Targets | None = None
+    stages: int = 3
+    clip_attention: float | None = None
+    noise: Kind = "gaussian"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.name not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, not '{self.name}'")
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, not {self.stages}")
+        if self.sigma is not None and len(self.sigma) not in (1, self.stages):
+            raise ValueError(
+                f"give one sigma, or one for each of the {self.stages} stages, not {self.sigma}"
+            )
+        if self.targets is not None and "lr" not in self.name:
+            raise ValueError(f"targets are perturbed by likelihood ratio only, not by {self.name}")
+
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """One for each stage."""
+        given = self.sigma or (1e-3,)
+        return given * self.stages if len(given) == 1 else given
+
+    @property
+    def perturbs(self) -> Targets | None:
+        """What likelihood ratio perturbs; None for the other methods."""
+        if "lr" not in self.name:
+            return None
+        return self.targets or ("stage" if self.name == "shaped-lr" else "leaf")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings that go together, those of the paper among them."""
+
+    batch: int
+    epochs: int
+    learning_rate: float
+    stages: int
+    sigma: tuple[float, ...]
+    queries: float = 20.0
+
+
+PRESETS = {
+    "tiny": Preset(64, 8, 1e-3, 3, (1e-3,)),
+    "vit-base": Preset(128, 10, 1e-4, 3, (1e-5, 1e-4, 1e-3)),
+    "vit-large": Preset(128, 10, 1e-4, 4, (5e-6, 1e-5, 1e-4, 1e-3)),
+}
+
+
+def method_groups(model: nn.Module, method: Method) -> list[Group]:
+    """The groups of a method for any model with a stack of layers."""
+    if method.name == "bp":
+        return [Group(model, Exact(), name="model")]
+    if method.name == "mezo":
+        return mezo(model, method.sigmas[-1])
+    modules = dict(model.named_modules())
+    base = estimator(method, method.sigmas[-1])
+    groups = automatic_groups(modules, base, method.queries, method.stages)
+    return [
+        group
+        if group.name == "loose"
+        else dataclasses.replace(group, estimator=estimator(method, sigma))
+        for group, sigma in zip(groups, _by_place(groups, method), strict=True)
+    ]
+
+
+def engine(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    method: Method,
+    *,
+    seed: int = 0,
+    chunk: int | None = None,
+    groups: Sequence[Group] | None = None,
+    feature: Feature = "tanh",
+    embedding: nn.Module | str | None = None,
+) -> ForwardGradient:
+    """The engine of a method.
+
+    Args:
+        model: What is trained.
+        loss_fn: One loss per point.
+        method: The method.
+        seed: Key of the noise.
+        chunk: Most rows in one pass.
+        groups: What is perturbed; None for those of a model with a stack of layers.
+        feature: What a learned allocator makes of the losses.
+        embedding: Module whose output tells which points are alike; None finds one.
+    """
+    learned = method.name in ("ops-spsa", "ops-lr", "shaped-lr")
+    allocator: Allocator = Gaussian(feature) if learned else Equal()
+    groups = method_groups(model, method) if groups is None else groups
+    return ForwardGradient(model, loss_fn, groups, allocator, embedding, seed, chunk)
+
+
+def estimator(method: Method, sigma: float) -> Estimator:
+    """How a group of a method is estimated."""
+    if method.name == "bp":
+        return Exact()
+    if method.name == "deepzero":
+        return DeepZero(sigma)
+    if method.name in ("n-spsa", "ops-spsa"):
+        return SPSA(sigma)
+    assert method.perturbs is not None
+    shaping = Shaping() if method.name == "shaped-lr" else None
+    return LikelihoodRatio(sigma, method.perturbs, noise=method.noise, shaping=shaping)
+
+
+def _by_place(groups: Sequence[Group], method: Method) -> list[float]:
+    """Sigma of each group: before the layers that of the first stage, behind them of the last."""
+    sigmas, found = list(method.sigmas), []
+    for group in groups:
+        _, is_stage, number = (group.name or "").rpartition("blocks-")
+        if is_stage:
+            found.append(sigmas[min(int(number), len(sigmas)) - 1])
+        elif any("blocks-" in (other.name or "") for other in groups[: len(found)]):
+            found.append(sigmas[-1])
+        else:
+            found.append(sigmas[0])
+    return found

@@ -1,0 +1,167 @@
+"""How far a run is, what it has cost, and what was measured on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flops.engine.report import StepReport
+
+
+def epoch_mark(epoch: int) -> str:
+    """Name of the end of an epoch."""
+    return f"epoch {epoch}"
+
+
+def budget_mark(budget: float) -> str:
+    """Name of the point where a budget of forward equivalents is used up."""
+    return f"budget {budget:.12g}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The model at one moment of a run.
+
+    Attributes:
+        step: Steps taken.
+        epoch: Epochs done, with the part of the running one.
+        accuracy: Share of the validation split that is right.
+        loss: Mean loss of the validation split.
+        queries: Rows run under noise so far.
+        forward_equivalents: Cost of training so far; evaluations are not charged.
+        seconds: Time of the training steps so far.
+        marks: What was reached here: `epoch_mark` and `budget_mark`.
+        test: Share of the test split that is right; None where it was not looked at.
+    """
+
+    step: int
+    epoch: float
+    accuracy: float
+    loss: float
+    queries: int
+    forward_equivalents: float
+    seconds: float
+    marks: tuple[str, ...] = ()
+    test: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**dataclasses.asdict(self), "marks": list(self.marks)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """Back from plain values."""
+        return cls(**{**values, "marks": tuple(values["marks"])})
+
+
+@dataclass
+class Progress:
+    """How far a run is; all of it is in its checkpoints.
+
+    Attributes:
+        step: Steps taken.
+        epoch: Epochs finished.
+        position: Batches taken of the running epoch.
+        queries: Rows run under noise.
+        parts: Forward equivalents by part.
+        per_point: Forward equivalents that the last step took per point; None before the first.
+        seconds: Time of the steps.
+        evaluations: All of them, in order.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    queries: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
+    per_point: float | None = None
+    seconds: float = 0.0
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    @property
+    def spent(self) -> float:
+        """Forward equivalents in all."""
+        return float(sum(self.parts.values()))
+
+    @property
+    def reached(self) -> set[str]:
+        """Marks behind us."""
+        return {mark for evaluation in self.evaluations for mark in evaluation.marks}
+
+    def charge(self, part: str, cost: float) -> None:
+        """Add to what the run has cost."""
+        self.parts[part] = self.parts.get(part, 0.0) + cost
+
+    def add(self, report: StepReport, points: int) -> None:
+        """Count a step."""
+        self.step += 1
+        self.position += 1
+        self.queries += report.queries
+        self.seconds += report.seconds
+        parts = report.forward_equivalents.parts()
+        for part, cost in parts.items():
+            self.charge(part, cost)
+        self.per_point = (float(report.forward_equivalents) - parts["probe"]) / points
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        found = [evaluation.to_dict() for evaluation in self.evaluations]
+        return {**vars(self), "parts": dict(self.parts), "evaluations": found}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        """Back from plain values."""
+        found = [Evaluation.from_dict(e) for e in values["evaluations"]]
+        return cls(**{**values, "evaluations": found})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        evaluations: All evaluations, in order; the last one is the end.
+        steps: Steps taken.
+        queries: Rows run under noise.
+        forward_equivalents: Cost of training.
+        parts: The same by part.
+        seconds: Time of the training steps.
+        peak_memory: Largest memory of the process in bytes, data and libraries included.
+        folder: The run folder; None if nothing was written.
+    """
+
+    evaluations: tuple[Evaluation, ...]
+    steps: int
+    queries: int
+    forward_equivalents: float
+    parts: Mapping[str, float]
+    seconds: float
+    peak_memory: int
+    folder: str | None = None
+
+    @property
+    def accuracy(self) -> float:
+        """Validation accuracy at the end."""
+        return self.evaluations[-1].accuracy
+
+    @property
+    def test(self) -> float | None:
+        """Test accuracy at the end, if it was looked at."""
+        return self.evaluations[-1].test
+
+    def at(self, *, epoch: int | None = None, budget: float | None = None) -> Evaluation:
+        """The evaluation at the end of an epoch, or where a budget was used up.
+
+        Raises:
+            ValueError: If neither or both are given, or the run was not evaluated there.
+        """
+        if (epoch is None) == (budget is None):
+            raise ValueError("give either an epoch or a budget")
+        mark = epoch_mark(epoch) if epoch is not None else budget_mark(budget or 0.0)
+        for evaluation in self.evaluations:
+            if mark in evaluation.marks:
+                return evaluation
+        known = [m for e in self.evaluations for m in e.marks]
+        raise ValueError(f"the run has no evaluation at '{mark}'; it has {known}")

@@ -1,0 +1,337 @@
+"""The run folder: settings, environment, metrics, checkpoints.
+
+| file | what |
+|---|---|
+| config.json | the settings, as `--config` reads them |
+| environment.json | versions, cores, the commit if there is one |
+| metrics.jsonl | a line for every step and every evaluation |
+| checkpoints/ | the last two, see `flops.training.checkpoint` |
+| counts.safetensors | queries of each training point when it was last seen |
+| curves.png, allocation.png | drawn from metrics.jsonl and counts.safetensors alone |
+| model/ | the trained model, as `transformers` reads it, or the adapter of an alignment |
+| report.md | of an alignment: evaluations, and what is said of some images before and after |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flops.errors import FlopsError
+from flops.storage.disk import UNWRITABLE, DiskError, reason, remove
+from flops.storage.files import UNFINISHED, atomic_write, safe_name
+from flops.tasks.classification.config import Config
+from flops.training import checkpoint as checkpoints
+from flops.training.config import ConfigError, RunConfig, Settings, merged, read_file
+from flops.training.environment import environment, rounding
+
+
+class RunFolderError(FlopsError):
+    """A run folder is in use, or is none."""
+
+
+class RunFolder:
+    """An open run folder; one process at a time.
+
+    While the disk is full, training goes on: lines of metrics are kept in memory, and writing is
+    tried again at every line and every checkpoint.
+
+    Args:
+        path: The folder.
+        lock: What `_lock` returned for it.
+    """
+
+    def __init__(self, path: Path, lock: int | None) -> None:
+        self.path = path
+        self._lock = lock
+        self._metrics: FileIO = (path / "metrics.jsonl").open("ab", buffering=0)
+        self._pending = b""  # of the metrics: what could not be written yet
+        self._said = False
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> RunFolder:
+        """A new run.
+
+        Raises:
+            RunFolderError: If the folder holds a run, or anything else, or cannot be written to.
+        """
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)  # first: of two that start here at once, one must see the other
+            try:
+                check_free(path)
+                _write(path / "environment.json", environment())
+                _write(path / "config.json", config.to_dict())  # last: it makes the folder a run
+                return cls(path, lock)
+            except BaseException:
+                _unlock(lock)
+                raise
+
+    @classmethod
+    def reopen(cls, path: Path, which: str = "last") -> tuple[RunFolder, Any]:
+        """A run to be continued, and the state that its metrics are cut back to.
+
+        Returns:
+            The folder, and (weights, state) of the checkpoint; None to start from the beginning.
+
+        Raises:
+            RunFolderError: If this is no run, or another process is at it.
+            CheckpointError: If the checkpoint is damaged.
+        """
+        check_run(path)
+        with _writing(path):
+            run = cls(path, _lock(path))
+        try:
+            for left in path.glob(f"{UNFINISHED}*"):  # by a process that was killed
+                remove(left)
+            restored = run._set_back(which)
+            _say_what_changed(path, {} if restored is None else restored[1].get("rounding", {}))
+            return run, restored
+        except BaseException:
+            run.close()
+            raise
+
+    def _set_back(self, which: str) -> tuple[dict[str, Tensor], Any] | None:
+        """The checkpoint, with the metrics cut back to its step."""
+        place = self.path / "checkpoints"
+        checkpoints.clean(place)
+        restored = checkpoints.restore(place, which)
+        size = 0 if restored is None else int(restored[1]["metrics"])
+        if os.fstat(self._metrics.fileno()).st_size < size:
+            file = self.path / "metrics.jsonl"
+            raise RunFolderError(f"{file} is shorter than at the checkpoint; lines are missing")
+        self._metrics.truncate(size)
+        return restored
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line to the metrics, at the next one if the disk is full."""
+        text = json.dumps(_finite(line), allow_nan=False)
+        self._pending += text.encode() + b"\n"
+        try:
+            self._flush()
+        except OSError as error:
+            self._say(error)
+
+    def _flush(self) -> None:
+        while self._pending:
+            self._pending = self._pending[self._metrics.write(self._pending) :]
+
+    def save(
+        self, step: int, weights: dict[str, Tensor], state: dict[str, Any], last: bool = False
+    ) -> None:
+        """Write a checkpoint that knows how long the metrics were and what rounded its numbers.
+
+        If that fails, the one before stays, and a warning says so, once until it works again.
+
+        Args:
+            step: Names it.
+            weights: The model's.
+            state: The rest.
+            last: Whether there is no later one to try again at.
+
+        Raises:
+            DiskError: The last one cannot be written.
+        """
+        from flops import __version__
+
+        place = self.path / "checkpoints"
+        try:
+            self._flush()
+            os.fsync(self._metrics.fileno())
+            size = os.fstat(self._metrics.fileno()).st_size
+            kept = {**state, "metrics": size, "rounding": rounding()}
+            checkpoints.save(place, step, weights, kept, __version__)
+        except UNWRITABLE as error:
+            if last:
+                raise DiskError(
+                    f"cannot write to {self.path}: {reason(error)}; training is done, but its end "
+                    f"is not kept: make room, and resume the run {self._from()}"
+                ) from error
+            self._say(error)
+            return
+        self._said = False
+
+    def _say(self, error: BaseException) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"cannot write to {self.path}: {reason(error)}; training goes on, and writing is "
+                f"tried again at every checkpoint; a run resumed now would go on {self._from()}",
+                stacklevel=4,
+            )
+
+    def _from(self) -> str:
+        found = checkpoints.steps(self.path / "checkpoints")
+        return f"from {found[-1].name}" if found else "from the beginning"
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        with suppress(OSError):
+            self._metrics.close()
+        _unlock(self._lock)
+        self._lock = None
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that is in use, or cannot be made.
+
+    Raises:
+        RunFolderError: If it holds a run, or anything else, or cannot be written to.
+    """
+    with _writing(path):
+        above = next(p for p in (path, *path.parents) if p.exists())
+    if is_run(path):
+        raise RunFolderError(
+            f"{path} already holds a run; continue it with --resume {path}, or give another "
+            "--output"
+        )
+    if not above.is_dir():
+        raise RunFolderError(f"{above} is a file; give another --output")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{above} cannot be written to; give another --output")
+    known = (UNFINISHED, ".", "environment.json")  # left by a process that was killed at its start
+    found = path.iterdir() if path.exists() else ()
+    if others := [p.name for p in found if not p.name.startswith(known)]:
+        raise RunFolderError(
+            f"{path} is not empty (it holds {others[0]}); give an --output of its own"
+        )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run was started here."""
+    return (path / "config.json").is_file()
+
+
+def check_run(path: Path) -> None:
+    """Refuse a folder in which no run was started.
+
+    Raises:
+        RunFolderError: If there is no run.
+    """
+    if not is_run(path):
+        raise RunFolderError(
+            f"{path} holds no run (there is no config.json); start one without --resume"
+        )
+
+
+def read_config(path: Path) -> Config:
+    """The settings of a run of `flops finetune`; errors as `read_settings`."""
+    return read_settings(path, Config())
+
+
+def read_settings(path: Path, defaults: Settings) -> Settings:
+    """The settings of a run; those that it does not have are the defaults.
+
+    Raises:
+        RunFolderError: If there is no run.
+        ConfigError: If its settings are not of this kind.
+    """
+    check_run(path)
+    values = read_file(path / "config.json")
+    try:
+        return merged(defaults, values)
+    except ConfigError as error:
+        from flops import __version__
+
+        wrote = _environment(path).get("packages", {}).get("flops-torch")
+        if wrote in (None, __version__):
+            raise
+        raise ConfigError(
+            f"{error} (in {path / 'config.json'}, which flops {wrote} wrote; this is {__version__})"
+        ) from error
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """What the run began with; empty if that is not known."""
+    try:
+        found = read_file(path / "environment.json")
+    except ConfigError:
+        return {}
+    return found if isinstance(found.get("packages", {}), dict) else {}
+
+
+def _say_what_changed(path: Path, last: dict[str, Any]) -> None:
+    """Warn if the run cannot go on with the same bits.
+
+    Args:
+        path: The run.
+        last: What rounded the numbers of the checkpoint; empty if it does not say.
+    """
+    began, now = _environment(path), environment()
+    before = {**began.get("packages", {}), **began, **last}
+    present = {**now["packages"], **now}
+    watched = [*now["packages"], "threads", "capability"]
+    if "capability" not in before:  # of a run that began before this was noted
+        watched.remove("capability")
+    said = {"threads": "number of threads", "capability": "CPU capability"}
+    changed = [
+        f"{said.get(name, name)} {before.get(name)} (now {present[name]})"
+        for name in watched
+        if before.get(name) != present[name]
+    ]
+    if changed:
+        warnings.warn(
+            f"the run was at {', '.join(changed)}; it goes on, and differs from an unbroken run "
+            "by rounding",
+            stacklevel=5,
+        )
+
+
+def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:
+    """A name that is free, made of data, method and seed."""
+    names = (config.data, config.method, f"seed{config.seed}")
+    name = safe_name("-".join(Path(part).name or "root" for part in names))
+    number = 1
+    while (path := base / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return path
+
+
+def _lock(path: Path) -> int | None:
+    """Hold the folder until the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        return None
+    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise RunFolderError(f"another process is training in {path}") from error
+    return lock
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"cannot write to {path}: {error.strerror}") from error
+
+
+def _write(path: Path, values: Any) -> None:
+    atomic_write(path, json.dumps(values, indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,234 @@
+"""A model, its data, its engine and its optimizer, with everything a resumed run needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from flops.engine.collectives import Team
+from flops.engine.report import StepReport
+from flops.errors import FlopsError
+from flops.perturb.random import generator
+from flops.training.config import RunConfig
+from flops.training.device import find_device
+from flops.training.progress import Evaluation, Progress, budget_mark, epoch_mark
+
+ORDER = 0x0D0E  # sets the order of the points apart from other uses of the seed
+LOOK = 16  # rows by which the engine finds out how the model is built
+
+
+class Trainer:
+    """One run: the parts that `flops.training.loop.train` moves forward.
+
+    Args:
+        config: What to train.
+
+    Attributes:
+        task: Model and data.
+        team: Processes that train together.
+        latest: Queries that each training point got when it was last seen, over all groups;
+            -1 for a point that was not seen yet.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.team = config, Team.find("auto")
+        self.task = config.open(find_device(config.device))
+        self.model, self.data = self.task.model, self.task.data
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = _optimizer(config, trainable)
+        self.fg = self.task.engine()
+        self.progress = Progress()
+        self.latest = torch.full((len(self.data.train),), -1)
+        self._order: tuple[int, list[Tensor]] = (-1, [])
+        self._look()
+
+    @property
+    def points(self) -> int:
+        """Training points."""
+        return len(self.data.train)
+
+    @property
+    def batches(self) -> list[Tensor]:
+        """Rows of the batches of the running epoch, a function of the seed and the epoch alone."""
+        epoch = self.progress.epoch
+        if self._order[0] != epoch:
+            source = generator(self.config.seed, epoch, ORDER)
+            order = torch.randperm(len(self.data.train), generator=source)
+            self._order = (epoch, list(order.split(self.config.batch)))
+        return self._order[1]
+
+    def _look(self) -> None:
+        """Let the engine find out how the model is built, on the untrained weights.
+
+        It would do so at the first step; then a resumed run would look at trained weights, and
+        pay twice.
+        """
+        rows = self.batches[0][:LOOK]
+        with self.fg.session(*self.task.batch(rows), index=rows, skip=True) as session:
+            self.progress.charge("probe", float(session.probe) + session.cost)
+
+    def step(self) -> dict[str, Any]:
+        """One step; returns its line for the metrics."""
+        rows = self.batches[self.progress.position]
+        inputs, targets = self.task.batch(rows)
+        self.optimizer.zero_grad()
+        report = self.fg.estimate(inputs, targets, index=rows)
+        self.task.limit_gradients()
+        if self.config.schedule == "cosine":  # from the state alone, so that a run can go on
+            self._set_rate(0.5 * (1 + math.cos(math.pi * self.fraction())))
+        self.optimizer.step()
+        self.latest[rows] = sum(report.counts.values(), torch.zeros(len(rows), dtype=torch.long))
+        self.progress.add(report, len(rows))
+        line = self._line(report, len(rows))
+        if self.progress.position == len(self.batches):
+            self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
+        return line
+
+    def _set_rate(self, share: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = share * self.config.learning_rate
+
+    def _line(self, report: StepReport, points: int) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "kind": "step",
+            "step": progress.step,
+            "epoch": self.epochs_done,
+            "points": points,
+            "loss": report.loss,
+            "queries": progress.queries,
+            "forward_equivalents": progress.spent,
+            "parts": dict(progress.parts),
+            "snr": dict(report.snr),
+            "shaping": {n: {"k": s.k, "captured": s.captured} for n, s in report.shaping.items()},
+            "seconds": progress.seconds,
+        }
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs, with the part of the running one."""
+        return self.progress.epoch + self.progress.position / len(self.batches)
+
+    def due(self) -> list[str]:
+        """Marks that are reached here and were not before.
+
+        A budget is used up when the next step would go beyond it, by what the last one took.
+        """
+        config, progress, found = self.config, self.progress, []
+        if progress.position == 0 and (
+            progress.epoch % config.evaluate_every == 0 or progress.epoch == config.epochs
+        ):
+            found.append(epoch_mark(progress.epoch))
+        # The first step says nothing about the next: it may have looked at the model, or pruned.
+        per_point = (progress.per_point or 0.0) if progress.step > 1 else 0.0
+        after = progress.spent + per_point * len(self.batches[progress.position])
+        budgets = [*config.marks, *([] if config.budget is None else [config.budget])]
+        if progress.step:
+            found += [budget_mark(b) for b in sorted(set(budgets)) if after > b * (1 + 1e-12)]
+        return [mark for mark in found if mark not in progress.reached]
+
+    @property
+    def stops(self) -> list[str]:
+        """The marks that training may end at."""
+        epochs, budget = self.config.epochs, self.config.budget
+        marks = [epoch_mark(epochs)] if epochs is not None else []
+        return marks if budget is None else [*marks, budget_mark(budget)]
+
+    def finished(self) -> bool:
+        """Whether the first or the last of the stops is reached, as configured."""
+        met = [mark in self.progress.reached for mark in self.stops]
+        return any(met) if self.config.until == "first" else all(met)
+
+    def fraction(self) -> float:
+        """How much of the run is done, between 0 and 1."""
+        parts = []
+        if self.config.epochs is not None:
+            parts.append(self.epochs_done / self.config.epochs)
+        if self.config.budget is not None:
+            parts.append(self.progress.spent / self.config.budget)
+        return min(1.0, max(parts) if self.config.until == "first" else min(parts))
+
+    def evaluate(self, marks: list[str]) -> Evaluation:
+        """Look at the validation split, and at a stop, if asked, at the test split."""
+        accuracy, loss = self.task.measure(self.data.validation, self.team)
+        test = None
+        if self.config.test and set(marks) & set(self.stops):
+            test, _ = self.task.measure(self.data.test, self.team)
+        progress = self.progress
+        found = Evaluation(
+            progress.step,
+            self.epochs_done,
+            accuracy,
+            loss,
+            progress.queries,
+            progress.spent,
+            progress.seconds,
+            tuple(marks),
+            test,
+        )
+        progress.evaluations.append(found)
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights without the frozen ones, which are where they came from."""
+        parameters = self.model.named_parameters(remove_duplicate=False)  # tied ones have two names
+        frozen = {n for n, p in parameters if not p.requires_grad}
+        return {n: value for n, value in self.model.state_dict().items() if n not in frozen}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything beside the model's weights."""
+        return {
+            "engine": self.fg.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": self.progress.to_dict(),
+            "latest": self.latest.clone(),
+            "points": [len(self.data.train), len(self.data.validation), len(self.data.classes)],
+            "labels": self._digest(),
+        }
+
+    def _digest(self) -> int:
+        """A number that changes when the contents of the data do, such as labels and classes."""
+        found = 0
+        for content in self.task.contents():
+            found = crc32(content, found)
+        return found
+
+    def load_state_dict(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Continue where a checkpoint was taken.
+
+        Raises:
+            FlopsError: If the data are not those that the run was started with.
+        """
+        now = self.state_dict()["points"]
+        if now != state["points"]:
+            raise FlopsError(
+                f"the run was started with {state['points']} training points, validation points "
+                f"and classes, and '{self.config.data}' has {now} now; restore the data, or start "
+                "a new run"
+            )
+        if state.get("labels", self._digest()) != self._digest():
+            raise FlopsError(
+                f"labels or classes of '{self.config.data}' are not those that the run was started "
+                "with; restore the data, or start a new run"
+            )
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        if unexpected or trained & set(missing):
+            raise FlopsError("the checkpoint is of another model; start a new run")
+        self.fg.load_state_dict(state["engine"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress.from_dict(state["progress"])
+        self.latest = state["latest"].clone()
+
+
+def _optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, rate, weight_decay=decay)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, rate, weight_decay=decay)
