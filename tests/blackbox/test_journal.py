@@ -1,0 +1,344 @@
+"""The journal: answers are on the disk before they are used, and asked for once."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from flops import LikelihoodRatio
+from flops.blackbox import Question, Tuner
+from flops.blackbox.ask_tell import Inquiry
+from flops.blackbox.evaluator import Answering, BudgetError, drive
+from flops.blackbox.journal import Answer, Journal, JournalError
+from flops.blackbox.objective import ObjectiveError
+from flops.blackbox.tuning import Points, Tuning
+from flops.engine.meetings import Work
+
+SETTINGS = {"method": "lr", "seed": 3, "sizes": (4, 5), "budget": None}
+
+
+def question(rows: int = 10, value: float = 0.5) -> Question:
+    return Question(torch.full((rows, 3), value), torch.arange(rows))
+
+
+class Asked:
+    """An objective that remembers what it was asked, and fails where it is told to."""
+
+    def __init__(self, fails: frozenset[int] = frozenset()) -> None:
+        self.keys: list[str] = []
+        self.rows: list[int] = []
+        self.fails, self.lock = fails, threading.Lock()
+
+    def answer(self, question: Question, key: str) -> Answer:
+        with self.lock:
+            self.keys.append(key)
+            self.rows += question.points.tolist()
+        if set(question.points.tolist()) & self.fails:
+            raise ConnectionError(f"no answer to {key}")
+        losses = question.parameters.square().sum(1) + question.points
+        return Answer(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(question)})
+
+
+def kept_in(journal: Journal, question: int) -> dict[int, Answer]:
+    return journal.kept(question).answers
+
+
+@pytest.mark.bits
+def test_answers_survive_bit_by_bit(tmp_path) -> None:
+    columns = torch.randn(4, 3)
+    columns[0, 1] = float("nan")  # other columns may be
+    journal = Journal(tmp_path / "deep" / "journal.sqlite", SETTINGS)
+    journal.write(2, answers={1: Answer(columns, {"texts": 7})})
+    journal.count("retries", 2)
+    journal.count("retries", 3)
+    name = journal.run
+    journal.close()
+    again = Journal(tmp_path / "deep" / "journal.sqlite", SETTINGS)
+    assert again.run == name
+    answer = kept_in(again, 2)[1]
+    assert torch.equal(answer.columns.view(torch.int32), columns.view(torch.int32))
+    assert answer.cost == {"texts": 7}
+    assert kept_in(again, 1) == {}
+    assert again.counters() == {"retries": 5}
+    assert again.paid() == {"queries": 4, "answers": 1, "texts": 7}
+    with pytest.raises(JournalError, match="UNIQUE"):  # an answer is never replaced
+        again.write(2, answers={1: Answer(columns)})
+    assert again.paid()["queries"] == 4
+    again.close()
+
+
+def test_runs_have_names_of_their_own(tmp_path) -> None:
+    names = []
+    for name in ("a", "b"):
+        journal = Journal(tmp_path / name, SETTINGS)
+        names.append(journal.run)
+        journal.close()
+    assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "seed 3 is now 4"),
+        ({"method": "spsa"}, "method 'lr' is now 'spsa'"),
+        ({"sizes": (4, 6)}, r"sizes \[4, 5\] is now \[4, 6\]"),
+        ({"budget": 100}, "budget None is now 100"),
+        ({"new": 1}, "new None is now 1"),
+    ],
+)
+def test_other_settings_are_refused(change, message, tmp_path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal(path, SETTINGS).close()
+    Journal(path, dict(reversed(SETTINGS.items()))).close()
+    with pytest.raises(JournalError, match=message) as caught:
+        Journal(path, SETTINGS | change)
+    assert str(path) in str(caught.value)
+    assert "another folder" in str(caught.value)
+    Journal(path, SETTINGS).close()  # it was let go of, and not changed
+
+
+def test_files_that_are_no_journals_are_refused(tmp_path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(b"not a data base, but long enough to be read as one" * 50)
+    with pytest.raises(JournalError, match=r"journal.sqlite: it cannot be read \(file is not"):
+        Journal(path, SETTINGS)
+    path.unlink()
+    Journal(path, SETTINGS).close()
+    with closing(sqlite3.connect(path)) as base, base:
+        base.execute("update about set value = '99' where name = 'schema'")
+    with pytest.raises(JournalError, match=r"schema 99, written by flops 0.*reads schema 2"):
+        Journal(path, SETTINGS)
+
+
+HOLD = """
+import sys, time
+from flops.blackbox.journal import Journal, Answer
+import torch
+journal = Journal(sys.argv[1], {})
+for number in range(int(sys.argv[2])):
+    journal.write(number, answers={0: Answer(torch.full((3, 1), float(number)))})
+    print(number, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_and_what_was_written_is_there_after_a_kill(tmp_path) -> None:
+    path = tmp_path / "journal.sqlite"
+    command = [sys.executable, "-c", HOLD, str(path), "5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        for number in range(5):
+            assert holder.stdout.readline() == f"{number}\n"
+        with pytest.raises(JournalError, match="another process uses it"):
+            Journal(path, {})
+        holder.send_signal(signal.SIGKILL)
+    with closing(sqlite3.connect(path)) as base:  # no help from the one that wrote it
+        assert base.execute("select count(*), sum(count) from answers").fetchone() == (5, 15)
+    journal = Journal(path, {})  # the lock went with the process
+    assert torch.equal(kept_in(journal, 4)[0].columns, torch.full((3, 1), 4.0))
+    journal.close()
+
+
+def test_an_answer_is_on_the_disk_before_it_is_used(tmp_path) -> None:
+    """Killed inside `tell`, that is while the answer is used."""
+    code = f"""
+import os, signal, sys, torch
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from flops.blackbox.evaluator import Answering
+from flops.blackbox.journal import Journal
+from tests.blackbox.test_journal import Asked, question
+journal = Journal(sys.argv[1], {{}})
+Answering(Asked(), journal, part=4).answer(question())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = tmp_path / "journal.sqlite"
+    died = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    assert died.returncode == -signal.SIGKILL
+    with closing(sqlite3.connect(path)) as base:
+        found = base.execute("select part, count from answers order by part").fetchall()
+    assert found == [(0, 4), (1, 4), (2, 2)]
+    asked, journal = Asked(), Journal(path, {})
+    columns = Answering(asked, journal, part=4).answer(question())
+    assert asked.keys == []
+    assert torch.equal(columns[:, 0], 0.75 + torch.arange(10))
+    journal.close()
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_parts_are_kept_when_another_fails_and_only_those_missing_are_asked(
+    concurrency, tmp_path
+) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, SETTINGS)
+    broken = Asked(frozenset({5}))
+    answering = Answering(broken, journal, part=2, concurrency=concurrency)
+    with pytest.raises(ConnectionError, match=f"no answer to {journal.run}-0-2"):
+        answering.answer(question())
+    kept = set(kept_in(journal, 0))
+    assert {0, 1} <= kept
+    assert 2 not in kept
+    assert len(broken.keys) == len(kept) + 1  # whatever was answered is kept
+    name = journal.run
+    journal.close()
+    journal, whole = Journal(path, SETTINGS), Asked()
+    columns = Answering(whole, journal, part=2, concurrency=concurrency).answer(question())
+    assert sorted(whole.keys) == [f"{name}-0-{place}" for place in range(5) if place not in kept]
+    assert torch.equal(columns[:, 0], 0.75 + torch.arange(10))
+    assert torch.equal(columns[:, 1], (columns[:, 0] > 3).float())
+    assert journal.paid() == {"queries": 10, "answers": 5, "texts": 20}
+    journal.close()
+
+
+def test_another_question_in_the_same_place_is_refused(tmp_path) -> None:
+    journal = Journal(":memory:", SETTINGS)
+    Answering(Asked(), journal, part=4).answer(question())
+    flipped = Question(torch.full((10, 3), 0.5), torch.arange(10).flip(0))
+    validation = Question(torch.full((10, 3), 0.5), torch.arange(10), "validation")
+    for other, now in (
+        (question(9), "'query' of 9 rows"),
+        (flipped, "'query' of 10 rows .of other points"),
+        (validation, "'validation' of 10 rows"),
+    ):
+        asked = Asked()
+        with pytest.raises(JournalError, match=f"question 0 was 'query' of 10 rows .*{now}.*lost"):
+            Answering(asked, journal, part=4).answer(other)
+        assert asked.keys == []
+    asked = Asked()
+    with pytest.raises(JournalError, match=r"question 0 was of 3 parts or more .* now of 2"):
+        Answering(asked, journal, part=8).answer(question())
+    assert asked.keys == []
+    # Other last bits are the same question: those of another machine are.
+    columns = Answering(asked, journal, part=4).answer(question(value=0.5 + 1e-7))
+    assert asked.keys == []
+    assert torch.equal(columns[:, 0], 0.75 + torch.arange(10))
+
+
+def test_the_budget_is_a_hard_cap_that_also_counts_what_is_in_the_journal() -> None:
+    journal, asked, told = Journal(":memory:", SETTINGS), Asked(), []
+    answering = Answering(asked, journal, budget=25, part=4, notify=told.append)
+    answering.answer(question())
+    answering.answer(question())
+    with pytest.raises(BudgetError, match="25 queries does not pay for 10 more after 20"):
+        answering.answer(question())
+    assert len(asked.rows) == sum(told) == 20
+    answering.answer(question(5))  # to the last one
+    assert len(asked.rows) == answering.rows == 25
+    with pytest.raises(BudgetError):
+        answering.answer(question(1))
+    more = Asked()
+    resumed = Answering(more, journal, budget=25, part=4)
+    for rows in (10, 10, 5):
+        resumed.answer(question(rows))
+    with pytest.raises(BudgetError):
+        resumed.answer(question(1))
+    assert more.rows == []
+
+
+def test_bad_answers_are_refused_before_they_are_kept() -> None:
+    journal = Journal(":memory:", SETTINGS)
+
+    def bad(parameters: Tensor, points: Tensor) -> Tensor:
+        return torch.full((len(points),), float("nan"))
+
+    with pytest.raises(ObjectiveError, match="not finite for 4 of 4 rows"):
+        Answering(bad, journal, part=4).answer(question())
+    assert journal.paid()["queries"] == 0
+
+
+A = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+
+
+def plain(parameters: Tensor, points: Tensor) -> Tensor:
+    return (parameters - A[points]).square().sum(1)
+
+
+def tuning(epochs: int = 4, budget: int | None = None, patience: int = 0) -> Tuning:
+    """Six points to train on; the same ones to validate and test."""
+    estimator = LikelihoodRatio(0.1)
+    tuner = Tuner(
+        torch.ones(3), 6, estimator=estimator, queries=4, batch=3, learning_rate=0.1, seed=2
+    )
+    points = torch.arange(6)
+    split = Points(points, points, points)
+    return Tuning(tuner, torch.ones(3), split, epochs, patience, budget)
+
+
+def test_a_run_that_is_broken_off_anywhere_ends_as_if_it_had_not(tmp_path) -> None:
+    whole = tuning()
+    drive(whole, Answering(plain, Journal(":memory:", {}), part=4))
+    total = whole.asked
+    assert total == 6 * (1 + 4 + 1) + 4 * 2 * (3 + 12)
+    asked: list[int] = []
+    for breaks in range(7, 100000, 13):
+        left = [breaks]
+
+        def objective(parameters: Tensor, points: Tensor) -> Tensor:
+            if left[0] < len(points):
+                raise ConnectionError
+            left[0] -= len(points)
+            asked.append(len(points))
+            return plain(parameters, points)
+
+        journal, again = Journal(tmp_path / "journal.sqlite", {}), tuning()
+        try:
+            drive(again, Answering(objective, journal, part=4))
+            break
+        except ConnectionError:
+            assert not again.done
+        finally:
+            journal.close()
+    assert breaks > 20, "it was never broken off"
+    assert sum(asked) == total
+    assert torch.equal(again.best, whole.best)
+    assert str(again.history) == str(whole.history)  # with accuracies that nobody knows
+    assert again.test_loss == whole.test_loss
+    assert not torch.equal(whole.best, whole.start)
+
+
+def test_a_run_stops_while_validation_and_test_can_still_be_paid_for() -> None:
+    for budget in (12, 27, 41, 42, 43, 60, 100):
+        run = tuning(budget=budget)
+        drive(run, Answering(plain, Journal(":memory:", {}), budget=budget))
+        assert run.asked <= budget
+        assert run.test_loss == run.test_loss
+        assert run.stopped == "budget"
+    rich = tuning(budget=10_000)
+    drive(rich, Answering(plain, Journal(":memory:", {}), budget=10_000))
+    assert rich.stopped == "epochs"
+    poor, asked = tuning(budget=11), Asked()
+    with pytest.raises(BudgetError, match=r"11 queries does not pay for looking at .* takes 12"):
+        drive(poor, Answering(asked, Journal(":memory:", {}), budget=11))
+    assert asked.rows == []
+
+
+def test_a_run_without_progress_stops_early_and_tests_what_validated_best() -> None:
+    run = tuning(epochs=50, patience=2)
+
+    def worse(parameters: Tensor, points: Tensor) -> Tensor:
+        return (parameters - 1).square().sum(1)  # the start is the best there is
+
+    drive(run, Answering(worse, Journal(":memory:", {})))
+    assert (run.stopped, run.history[-1].epoch) == ("patience", 2)
+    assert torch.equal(run.best, run.start)
+    assert run.test_loss == 0
+
+
+def test_whoever_has_asked_everything_says_so() -> None:
+    class Once(Inquiry):
+        def work(self) -> Work[None]:
+            yield question()
+
+    once = Once()
+    once.tell(torch.zeros(len(once.ask())))
+    assert once.done
+    with pytest.raises(Exception, match="nothing more to ask"):
+        once.ask()

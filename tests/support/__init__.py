@@ -1,0 +1,1 @@
+"""Models, servers and cases that several tests share."""

@@ -1,0 +1,116 @@
+"""`torchrun -m flops finetune`: real processes, one of which dies, and a run that goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flops.tasks.classification.bundled import bundled_vit
+from tests.engine.test_collectives import torchrun
+
+SETTINGS = ["finetune", "--limit", "36", "--batch", "12", "--queries", "6", "--method", "ops-lr"]
+SETTINGS += ["--checkpoint-steps", "1", "--timeout", "30"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def weights(folder: Path) -> torch.Tensor:
+    found = load_file(folder / "model" / "model.safetensors")
+    return torch.cat([found[name].flatten() for name in sorted(found)])
+
+
+def apart(one: Path, other: Path) -> float:
+    """How far two trained models lie apart, of the way that training took.
+
+    Adam makes steps of full length also where a gradient is hardly more than its rounding.
+    """
+    start = bundled_vit(classes=10).state_dict()
+    begin = torch.cat([start[name].flatten() for name in sorted(start)])
+    a, b = weights(one), weights(other)
+    return float((a - b).norm() / (b - begin).norm())
+
+
+def flops(*arguments: str, launcher: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flops", *arguments]
+    if launcher:
+        command = torchrun("-m", "flops", *arguments)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    done = flops(*SETTINGS, "--epochs", "3", "--output", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_torchrun_trains_what_one_process_trains(alone: Path, tmp_path: Path) -> None:
+    done = flops(*SETTINGS, "--epochs", "3", "--output", str(tmp_path / "two"), launcher=True)
+    assert done.returncode == 0, done.stderr
+    assert apart(tmp_path / "two", alone) < 0.003
+    steps = [len((f / "metrics.jsonl").read_text().splitlines()) for f in (tmp_path / "two", alone)]
+    assert steps[0] == steps[1]
+    assert done.stdout.count("results are in") == 1  # one process speaks
+
+
+def test_the_others_stop_when_one_dies_and_the_run_goes_on_alone(
+    alone: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "flops", *SETTINGS, "--epochs", "3", "--output", str(folder)]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
+                    stderr=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            stack.callback(rank.kill)  # before the pipes are closed
+        deadline = time.monotonic() + 200
+        while len(list((folder / "checkpoints").glob("step-*"))) < 2:
+            assert time.monotonic() < deadline, "no checkpoint was written"
+            assert ranks[0].poll() is None, ranks[0].communicate()[1]
+            time.sleep(0.05)
+        ranks[1].send_signal(signal.SIGKILL)
+        _, said = ranks[0].communicate(timeout=90)
+    assert ranks[0].returncode == 1
+    assert "flops (process 0): process 0 of 2 got no answer from the others" in said
+    assert "Traceback" not in said
+    done = flops("finetune", "--resume", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert apart(folder, alone) < 0.003
+
+
+def test_other_commands_are_not_for_torchrun() -> None:
+    command = [sys.executable, "-m", "flops", "compare"]
+    given = environment(RANK="0", WORLD_SIZE="2")
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "torchrun is for `flops finetune`" in done.stderr
