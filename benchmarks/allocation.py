@@ -22,8 +22,10 @@ from benchmarks.quality import QUERIES, finetuned, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman, Signal, Traces
 from flops.allocators.objective import feasible, integer_optimum, objective
+from flops.diagnostics.traces import spend_counts
 from flops.estimators.variance import traces_of
-from flops.tasks.classification.bundled import Split, digits
+from flops.tasks.classification import digits
+from flops.tasks.data.digits import Split
 
 STAGES = {"early": 20, "middle": 60, "late": 150}
 SIZES = (16, 64, 256)
@@ -43,10 +45,11 @@ def measured(model: Any, train: Split, rows: Tensor) -> list[tuple[Signal, Tenso
     with fg.session(train.images[rows], train.labels[rows]) as session:
         for number in range(3):
             counts = torch.full((len(rows),), TRACE_QUERIES)
-            queries = session.queries(fg.groups[number].name, fg.key(number), {}, counts)
-            estimator = fg.groups[number].estimator
-            estimate = estimator.estimate(session.layout.bindings[number], queries)
-            found.append((fg.signal(number, session), traces_of(estimate, len(rows)).values))
+            group, binding = fg.groups[number], session.layout.bindings[number]
+            queries = session.queries(group.name, fg.key(number), {})
+            spent = spend_counts(session, group, binding, queries, counts)
+            traces = traces_of(spent.step.estimate, len(rows))
+            found.append((fg.signal(number, session), traces.values))
     return found
 
 

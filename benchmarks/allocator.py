@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.quality import BATCH, finetuned, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio
-from flops.allocators import Bernoulli, Gaussian, Neyman, Signal, Traces
-from flops.tasks.classification.bundled import digits
+from flops.allocators import Bernoulli, Gaussian, Learner, Neyman, Signal, Traces
+from flops.tasks.classification import digits
 
 STEPS = 40
 ALLOCATORS: dict[str, Callable[[], Any]] = {
@@ -23,13 +23,16 @@ ALLOCATORS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Timed:
+class Timed(Learner):
     """An allocator that counts the seconds spent in it."""
 
     def __init__(self, inner: Any, seconds: list[float] | None = None) -> None:
         self.inner, self.seconds = inner, [0.0] if seconds is None else seconds
-        self.pilot, self.wants_embeddings = inner.pilot, inner.wants_embeddings
-        self.min_queries = inner.min_queries
+        self.pilot, self.min_queries = inner.pilot, inner.min_queries
+
+    @property
+    def wants_embeddings(self) -> bool:
+        return self.inner.wants_embeddings
 
     def __deepcopy__(self, memo: Any) -> Timed:
         return Timed(copy.deepcopy(self.inner), self.seconds)  # all groups on one clock
@@ -63,7 +66,7 @@ def run() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, make in ALLOCATORS.items():
         timed = Timed(make())
-        fg = ForwardGradient(model, loss_fn, thirds(model, LikelihoodRatio()), timed)
+        fg = ForwardGradient(model, loss_fn, thirds(model, LikelihoodRatio()), allocator=timed)
         fg.estimate(x, y)
         shares = []
         for _ in range(STEPS):

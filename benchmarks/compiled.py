@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.floor import CHUNK
 from benchmarks.quality import BATCH, QUERIES
 from benchmarks.timing import interleaved, median_and_spread, ratios
-from flops.tasks.classification.bundled import bundled_vit
+from flops.tasks.classification import bundled_vit
 
 REPEATS = 15
 

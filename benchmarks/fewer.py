@@ -17,7 +17,8 @@ from rich.progress import track
 
 from benchmarks import quality
 from benchmarks.quality import batch, loss_fn, spread
-from flops.tasks.classification.bundled import Splits, accuracy, bundled_vit, digits
+from flops.tasks.classification import accuracy, bundled_vit, digits
+from flops.tasks.data.digits import Splits
 from flops.training.methods import Method, engine
 
 QUERIES = (5, 10, 20, 40)

@@ -17,14 +17,17 @@ from benchmarks.allocation import SEEDS, STAGES, batch
 from benchmarks.quality import BATCH, finetuned, gradient, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
-from flops.tasks.classification.bundled import Split, digits
+from flops.tasks.classification import digits
+from flops.tasks.data.digits import Split
 
 WARM = 12
 
 
 def cosines(model: Any, train: Split, allocator: Any, seed: int) -> float:
     """Mean cosine over the thirds, after some steps to learn from."""
-    fg = ForwardGradient(model, loss_fn, thirds(model, LikelihoodRatio()), allocator, seed=seed)
+    fg = ForwardGradient(
+        model, loss_fn, thirds(model, LikelihoodRatio()), allocator=allocator, seed=seed
+    )
     for step in range(WARM):
         rows = batch(train, BATCH, 1000 * seed + step)
         fg.estimate(train.images[rows], train.labels[rows], index=rows)

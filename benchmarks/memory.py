@@ -31,8 +31,9 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks.timing import median_and_spread
-from flops import ForwardGradient, Group, LikelihoodRatio, mezo
-from flops.tasks.classification.bundled import logits
+from flops import ForwardGradient, Group, LikelihoodRatio
+from flops.presets import mezo
+from flops.tasks.classification import logits
 
 BATCH, CHUNK = 32, 128
 PIXELS, PATCH, CHANNELS, LAYERS = 64, 8, 192, 12

@@ -24,10 +24,12 @@ from torch import Tensor
 from benchmarks.floor import CHUNK, Floor, Start
 from benchmarks.quality import BATCH, loss_fn
 from benchmarks.timing import interleaved, median_and_spread, ratios
-from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, mezo
+from flops import SPSA, ForwardGradient, Group, LikelihoodRatio
 from flops.estimators import Estimator
 from flops.passes.flop_count import WorkMeter
-from flops.tasks.classification.bundled import IMAGE_SIZE, bundled_vit, digits
+from flops.presets import mezo
+from flops.tasks.classification import bundled_vit, digits
+from flops.tasks.data.digits import IMAGE_SIZE
 
 REPEATS = 9
 WARM = 9  # the first eight steps of block and stage targets measure their Jacobians once more

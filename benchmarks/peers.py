@@ -26,9 +26,11 @@ from benchmarks.allocation import batch
 from benchmarks.quality import BATCH, finetuned, loss_fn
 from benchmarks.rivals import PlainMezo, Step, gradient, rivals, trained
 from benchmarks.timing import median_and_spread
-from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, Shaping, mezo
+from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian
-from flops.tasks.classification.bundled import Split, digits
+from flops.presets import mezo
+from flops.tasks.classification import digits
+from flops.tasks.data.digits import Split
 
 PASSES, SEEDS, WARM, DRIFT = 32, 5, 12, 100
 
@@ -53,7 +55,10 @@ def engines(model: Any, passes: int = PASSES) -> dict[str, ForwardGradient]:
         "ours: LR, block, Gaussian": (thirds(lr, round(left / 1.5)), Gaussian()),
         "ours: LR, stage, shaped, Gaussian": (thirds(stage, left), Gaussian()),
     }
-    return {name: ForwardGradient(model, loss_fn, *given) for name, given in made.items()}
+    return {
+        name: ForwardGradient(model, loss_fn, groups, allocator=allocator)
+        for name, (groups, allocator) in made.items()
+    }
 
 
 class Calls:

@@ -10,8 +10,8 @@ backpropagation, looked at after every epoch:
 - moved: change of the Jacobians of the points' logits since an epoch before, over their energy.
 
 And along runs of likelihood ratio (isotropic; with a learned allocation; shaped by losses alone;
-shaped and remembering logits): the cosine to the exact gradient of the batch, how much of that
-gradient's length the estimate has along it, the captured energy, and V, the summed variance of
+shaped with Jacobian memory): the cosine to the exact gradient of the batch, how much of that
+gradient's length the estimate has along it, the explained variance, and V, the summed variance of
 isotropic draws with the method's counts over that with equal ones ("least": with the best counts).
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flops import LikelihoodRatio, Shaping
 from flops.allocators import Equal, Gaussian
-from flops.blackbox.objective import Question
+from flops.blackbox.objective import Candidates
 from flops.blackbox.tuner import Tuner
 from flops.tasks.data.few_shot import few_shots
 from flops.tasks.models.clip import PromptedClip
@@ -36,7 +36,7 @@ from flops.tasks.prompts.prompt import LocalObjective, PromptSpace, outputs_of
 
 EPOCHS, BATCH, RATE, SIGMA = 14, 64, 0.1, 0.01
 LAG, TOP = 8, 15
-NAMES = ("isotropic", "allocated", "shaped", "remembering")
+NAMES = ("isotropic", "allocated", "shaped", "jacobian memory")
 
 
 def objective() -> tuple[LocalObjective, Tensor]:
@@ -93,13 +93,13 @@ def geometry(local: LocalObjective, train: Tensor) -> dict[str, float]:
 
 def estimates(local: LocalObjective, train: Tensor, name: str, queries: int) -> dict[str, float]:
     """Along a run of an estimator, means from the third epoch on."""
-    start, remembers = local.space.start(), name == "remembering"
-    shaping = Shaping() if name in ("shaped", "remembering") else None
+    start, remembers = local.space.start(), name == "jacobian memory"
+    shaping = Shaping() if name in ("shaped", "jacobian memory") else None
     asked = replace(local, shown=remembers)
     tuner = Tuner(
         start,
         len(train),
-        lambda z, points: asked.answer(Question(z, points), "").columns,
+        lambda z, points: asked.evaluate(Candidates(z, points), "").columns,
         estimator=LikelihoodRatio(SIGMA, shaping=shaping),
         queries=queries,
         allocator=Gaussian() if name == "allocated" else Equal(),
@@ -108,28 +108,31 @@ def estimates(local: LocalObjective, train: Tensor, name: str, queries: int) -> 
         outputs=outputs_of(local.labels) if remembers else None,
         embeddings=local.logits(start.expand(len(train), -1), train).detach(),
     )
-    kinds = ("cosine", "length", "captured", "V", "least V")
+    kinds = ("cosine", "length", "explained_variance", "V", "least V")
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(EPOCHS * tuner.steps_per_epoch):
         points = tuner._batch(tuner.steps)
-        whole = gradients(local, tuner.theta, points)
+        whole = gradients(local, tuner.parameters, points)
         exact, energy = whole.mean(0), whole.square().sum(1)
         before: list[Tensor] = []
-        handle = tuner.optimizer.register_step_pre_hook(
-            lambda *_, kept=before: kept.append(tuner.theta.grad.clone())  # type: ignore[union-attr]
-        )
+
+        def keep(optimizer: torch.optim.Optimizer, *_: Any, kept: list[Tensor] = before) -> None:
+            parts = optimizer.param_groups[0]["params"]
+            kept.append(torch.cat([part.grad.flatten() for part in parts]))
+
+        handle = tuner.optimizer.register_step_pre_hook(keep)
         report = tuner.step()
         handle.remove()
         if tuner.steps > 2 * tuner.steps_per_epoch:
             found["cosine"].append(float(F.cosine_similarity(before[0], exact, 0)))
             found["length"].append(float(before[0] @ exact / exact.square().sum()))
-            shaped = [s.captured for s in report.shaping.values()]
-            found["captured"] += shaped
+            shaped = [s.explained_variance for s in report.shaping.values()]
+            found["explained_variance"] += shaped
             counts, equal = report.counts["parameters"], float(energy.sum()) / queries
             found["V"].append(float((energy / counts).sum()) / equal)
             best = float(energy.sqrt().sum()) ** 2 / (queries * len(points))
             found["least V"].append(best / equal)
-    columns = local.answer(Question(tuner.parameters.expand(len(train), -1), train), "").columns
+    columns = local.evaluate(Candidates(tuner.parameters.expand(len(train), -1), train), "").columns
     means = {name: statistics.fmean(values) for name, values in found.items() if values}
     return means | {"training loss": float(columns[:, 0].mean())}
 

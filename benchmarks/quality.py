@@ -23,8 +23,9 @@ from flops import SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Equal, Gaussian, Neyman
 from flops.estimators import Estimator
 from flops.estimators.likelihood_ratio import Targets
-from flops.experiments import starts
-from flops.tasks.classification.bundled import Split, bundled_vit, digits, logits
+from flops.experiments.warm_starts import finetuned as backpropagated
+from flops.tasks.classification import bundled_vit, digits, logits
+from flops.tasks.data.digits import Split
 
 QUERIES = 20
 BATCH = 64
@@ -71,7 +72,7 @@ def gradient(model: Any, third: int) -> Tensor:
 
 def finetuned(train: Split, steps: int, seed: int = 0) -> nn.Module:
     """The bundled model after some steps of backpropagation on the digits."""
-    return starts.finetuned(bundled_vit(seed=seed), train, steps, batch=BATCH, seed=seed)
+    return backpropagated(bundled_vit(seed=seed), train, steps, batch=BATCH, seed=seed)
 
 
 def batch(train: Split, seed: int) -> Tensor:
@@ -83,7 +84,7 @@ def cosines(
     model: Any, train: Split, estimator: Estimator, allocator: Any, warm: int, samples: int
 ) -> Tensor:
     """Cosine to the exact gradient after some batches to learn from, (samples, thirds)."""
-    fg = ForwardGradient(model, loss_fn, thirds(model, estimator), allocator)
+    fg = ForwardGradient(model, loss_fn, thirds(model, estimator), allocator=allocator)
     learns = not isinstance(allocator, Equal) or getattr(estimator, "shaping", None) is not None
     for step in range(warm if learns else 0):
         rows = batch(train, step)

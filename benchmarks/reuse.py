@@ -14,7 +14,7 @@ from rich.progress import track
 
 from benchmarks.quality import BATCH, QUERIES, loss_fn
 from flops import ForwardGradient, Group, LikelihoodRatio
-from flops.tasks.classification.bundled import bundled_vit, digits
+from flops.tasks.classification import bundled_vit, digits
 
 REPEATS = 5
 COSTS = {"leaf": (1, 2 / 3, 1 / 3), "block": (5 / 6, 1 / 2, 1 / 6), "stage": (2 / 3, 1 / 3, 0)}

@@ -1,6 +1,6 @@
 """Scale by simulation: one of R processes really runs, and the network is a stated model.
 
-The first process of a team of R takes its steps on this machine, with everything that every
+The first of R ranks takes its steps on this machine, with everything that every
 process repeats (the clean pass, noise of the others' draws, what shaped noise learns). Messages
 are not sent: their sizes are counted, and a message of n bytes takes
 
@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.quality import BATCH, finetuned, loss_fn
 from benchmarks.scaling import METHODS
 from flops import ForwardGradient
-from flops.engine.collectives import Team
-from flops.tasks.classification.bundled import digits
+from flops.engine.collectives import Collectives
+from flops.tasks.classification import digits
 
 LATENCY = 50e-6  # seconds, of a data centre's Ethernet through sockets
 BANDWIDTH = 1.25e9  # bytes per second: 10 Gbit/s
@@ -35,7 +35,7 @@ WARM, STEPS = 9, 5  # block and stage targets measure Jacobians in the first 8
 
 
 @dataclass
-class Simulated(Team):
+class Simulated(Collectives):
     """The first process of many that are not there."""
 
     network: float = 0.0
@@ -67,14 +67,16 @@ def run() -> dict[str, Any]:
     for name, (groups, allocator) in METHODS.items():
         alone = 0.0
         for size in SIZES:
-            team = Simulated(size=size)
-            fg = ForwardGradient(model, loss_fn, groups(model), allocator(), process_group=team)
+            ranks = Simulated(size=size)
+            fg = ForwardGradient(
+                model, loss_fn, groups(model), allocator=allocator(), process_group=ranks
+            )
             seconds, network, sent = [], [], []
             for _ in range(WARM + STEPS):
-                before = team.network, team.sent
+                before = ranks.network, ranks.sent
                 seconds.append(fg.estimate(x, y, index=torch.arange(BATCH)).seconds)
-                network.append(team.network - before[0])
-                sent.append(team.sent - before[1])
+                network.append(ranks.network - before[0])
+                sent.append(ranks.sent - before[1])
             work = statistics.median(seconds[WARM:])
             wire = statistics.median(network[WARM:])
             alone = work if size == 1 else alone

@@ -24,8 +24,8 @@ from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian
 from flops.allocators.base import Allocator
 from flops.allocators.equal import Equal
-from flops.estimators import mezo
-from flops.tasks.classification.bundled import digits
+from flops.presets import mezo
+from flops.tasks.classification import digits
 
 WARM, STEPS, REPEATS = 9, 6, 3  # block and stage targets measure Jacobians in the first 8
 SETUPS = {"1 process": (1, 1), "2 processes": (2, 1), "2 threads": (1, 2)}
@@ -87,7 +87,7 @@ def work() -> None:
     x, y = train.images[:BATCH], train.labels[:BATCH]
     rates = {}
     for name, (groups, allocator) in METHODS.items():
-        fg = ForwardGradient(model, loss_fn, groups(model), allocator())
+        fg = ForwardGradient(model, loss_fn, groups(model), allocator=allocator())
         many = 10 if name == "MeZO" else 1  # its steps are short
         rows, started = 0, 0.0
         for step in range((WARM + STEPS) * many):

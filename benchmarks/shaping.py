@@ -19,7 +19,7 @@ from benchmarks.allocation import batch
 from benchmarks.quality import BATCH, finetuned, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian
-from flops.tasks.classification.bundled import digits
+from flops.tasks.classification import digits
 
 WARM, STEPS, REPEATS = 10, 30, 3
 
@@ -50,7 +50,7 @@ def steps(model: Any, seed: int) -> tuple[list[float], list[float], list[float]]
             model,
             loss_fn,
             thirds(model, LikelihoodRatio(targets="stage", shaping=shaping)),
-            Gaussian(),
+            allocator=Gaussian(),
             seed=seed,
         )
         for shaping in (None, Shaping())

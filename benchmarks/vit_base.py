@@ -18,9 +18,10 @@ BATCH, QUERIES = 2, 2
 CHILD = """
 import json, sys, time, warnings
 import torch, torch.nn.functional as F
-from flops.training.methods import PRESETS, Method, engine
-from flops.tasks.classification.models import load_model
-from flops.tasks.classification.bundled import logits
+from flops.training.methods import Method, engine
+from flops.tasks.models.vit import load_model
+from flops.tasks.classification.config import PRESETS
+from flops.tasks.classification.metrics import logits
 from flops.training.loop import peak_memory
 warnings.simplefilter("ignore")
 name, batch, queries = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -31,7 +32,7 @@ with torch.inference_mode():
     model(x)
 peak = lambda: peak_memory() / 2**20
 before = peak()
-method = Method(name, queries, preset.sigma, stages=preset.stages)
+method = Method(name, queries, preset["sigma"], stages=preset["stages"])
 loss_fn = lambda out, y: F.cross_entropy(logits(out), y, reduction="none")
 fg = engine(model, loss_fn, method)
 optimizer = torch.optim.Adam(model.parameters(), preset.learning_rate)

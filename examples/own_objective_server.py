@@ -4,8 +4,8 @@ POST / with {"parameters": [[..4 numbers..], ..], "points": [day, ..]} answers {
 what heating costs on that day with that controller, cold hours and wear included. The heater
 switches on and off, and an hour is cold or not, so there is no useful derivative anywhere.
 
-An answer is kept under the request's Idempotency-Key, and a repeat is free. Every tenth answer is
-lost on the way, as networks do. GET / says how many rows were computed.
+An answer is stored under the request's Idempotency-Key, and a repeat is free. Every tenth answer is
+dropped, as networks do. GET / returns how many rows were computed.
 """
 
 import json

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from rich.progress import track
 
 from flops import ForwardGradient
-from flops.tasks.classification.bundled import accuracy, bundled_vit, digits
+from flops.tasks.classification import accuracy, bundled_vit, digits
 
 EPOCHS, BATCH = 5, 64
 data = digits()

@@ -10,7 +10,7 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from flops.tasks.classification import bundled as vision
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD
 from flops.tasks.data.fashion import CLASSES
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -89,7 +89,7 @@ def caption_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 def shades(images: Tensor) -> Tensor:
     """Return the shade of each garment: the third in which its mean pixel lies."""
-    pixels = images * vision.IMAGE_STD + vision.IMAGE_MEAN
+    pixels = images * IMAGE_STD + IMAGE_MEAN
     inside = (pixels > 0.05).float()
     mean = (pixels * inside).sum((1, 2, 3)) / inside.sum((1, 2, 3)).clamp(min=1)
     return torch.bucketize(mean, torch.tensor([0.45, 0.68]))  # (N,), 0 to 2

@@ -15,18 +15,19 @@ import torch
 from transformers import ViTForImageClassification
 from transformers.utils import logging
 
-from flops.tasks.classification import bundled as vision
+from flops.tasks.classification import bundled_vit
 from flops.tasks.classification.task import preprocessor
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD
 from flops.tasks.data.pixels import ImageFormat
 
 GREY = (0.299, 0.587, 0.114)
-FORMAT = ImageFormat(vision.IMAGE_SIZE, 3, (vision.IMAGE_MEAN,) * 3, (vision.IMAGE_STD,) * 3)
+FORMAT = ImageFormat(IMAGE_SIZE, 3, (IMAGE_MEAN,) * 3, (IMAGE_STD,) * 3)
 WEIGHT = "vit.embeddings.patch_embeddings.projection.weight"
 
 
 def colour_vit() -> ViTForImageClassification:
     """Return the bundled model, its head included, for three channels."""
-    bundled = vision.bundled_vit(pretrained_head=True)
+    bundled = bundled_vit(pretrained_head=True)
     weights = bundled.state_dict()
     weights[WEIGHT] = weights[WEIGHT] * torch.tensor(GREY)[:, None, None]  # (64, 3, 8, 8)
     bundled.config.num_channels = 3

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.tasks.classification import bundled as vision
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD, Split
+from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "fashion"
 CLASSES = 10
@@ -21,8 +22,8 @@ CARD = """\
 {total:,} images of Fashion-MNIST, 28x28 bytes each, as published: `shots.npz` holds `train` and
 `validation` ({train} and {validation} a class, from the training set) and `test` ({test} a class,
 from the test set), each (N, 28, 28). Row i is of class i % 10. `scripts/make_shots.py` chose them:
-the first of each class in the splits of `flops.tasks.classification.bundled.fashion_mnist`, whose
-order is random and fixed for the training set. `flops.tasks.data.fashion.fashion_shots` reads them.
+the first of each class in the splits of `flops.tasks.data.fashion_mnist`, whose order is random
+and fixed for the training set. `flops.tasks.data.fashion.fashion_shots` reads them.
 
 [Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist): H. Xiao, K. Rasul, R. Vollgraf:
 Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms, 2017,
@@ -54,7 +55,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=f"{__doc__} Writes shots.npz and README.md.")
     data = "folder with the four idx .gz files of Fashion-MNIST (%(default)s)"
     add = parser.add_argument
-    add("--data", type=Path, default=vision.FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
+    add("--data", type=Path, default=FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
     out = "where to write (the package's own assets, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
     return parser
@@ -69,8 +70,8 @@ def first_of_each(labels: Tensor, shots: int) -> Tensor:
 
 
 def original_pixels(images: Tensor) -> Tensor:
-    """Undo the padding and the normalisation of `vision.fashion_mnist`, exactly."""
-    pixels = images[:, 0, 2:-2, 2:-2] * vision.IMAGE_STD + vision.IMAGE_MEAN
+    """Undo the padding and the normalisation of `fashion_mnist`, exactly."""
+    pixels = images[:, 0, 2:-2, 2:-2] * IMAGE_STD + IMAGE_MEAN
     return (pixels * 255).round().to(torch.uint8)  # (N, 28, 28)
 
 
@@ -79,10 +80,10 @@ def main() -> None:
     parser = command_line()
     arguments = parser.parse_args()
     try:
-        data = vision.fashion_mnist(arguments.data)
+        data = fashion_mnist(arguments.data)
         arrays = {}
         for name, shots in SHOTS.items():
-            split: vision.Split = getattr(data, name)
+            split: Split = getattr(data, name)
             rows = first_of_each(split.labels, shots)
             arrays[name] = original_pixels(split.images[rows]).numpy()
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,9 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
-from flops.tasks.classification import bundled as vision
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD, Split, Splits
 from flops.tasks.data.fashion import CLASSES
+from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-clip"
 SHOTS = 16  # a class, the first of train and of validation: they ship with the package, unseen here
@@ -104,7 +105,7 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     debian = "the default is where the Debian package dataset-fashion-mnist puts them (%(default)s)"
     data = f"folder with the four idx .gz files of Fashion-MNIST; {debian}"
-    add("--data", type=Path, default=vision.FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
+    add("--data", type=Path, default=FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
     out = "where to write the model (the package's own assets, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
     add("--epochs", type=positive, default=8, help="passes over the training set (%(default)s)")
@@ -134,7 +135,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
     return CLIPModel(CLIPConfig(**configs, projection_dim=64))
 
 
-def without_shots(split: vision.Split, limit: int | None) -> vision.Split:
+def without_shots(split: Split, limit: int | None) -> Split:
     """Leave out the first images of each class, which `make_shots.py` takes."""
     kept = torch.ones(len(split), dtype=torch.bool)
     for label in range(len(CLASSES)):
@@ -143,14 +144,14 @@ def without_shots(split: vision.Split, limit: int | None) -> vision.Split:
 
 
 def crop(images: Tensor) -> Tensor:
-    """Cut off the border that `vision.fashion_mnist` adds."""
+    """Cut off the border that `fashion_mnist` adds."""
     return images[:, :, 2:-2, 2:-2]
 
 
 def train(
     model: CLIPModel,
     tokenizer: PreTrainedTokenizerFast,
-    data: vision.Splits,
+    data: Splits,
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
@@ -198,7 +199,7 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, split: vision.Split) -> float:
+def accuracy(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, split: Split) -> float:
     """Return the zero-shot accuracy with the first template and the classes' own names."""
     texts = [TEMPLATES[0].format(name) for name in CLASSES]
     tokens = tokenizer(texts, padding=True, return_tensors="pt").input_ids
@@ -212,7 +213,7 @@ def accuracy(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, split: vision
 def write(
     model: CLIPModel,
     tokenizer: PreTrainedTokenizerFast,
-    data: vision.Splits,
+    data: Splits,
     arguments: argparse.Namespace,
 ) -> tuple[str, str]:
     """Measure, write the model, its preprocessing and its card; return (validation, test)."""
@@ -233,8 +234,8 @@ def write(
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": [vision.IMAGE_MEAN],
-        "image_std": [vision.IMAGE_STD],
+        "image_mean": [IMAGE_MEAN],
+        "image_std": [IMAGE_STD],
     }
     text = json.dumps(preprocessor, indent=2) + "\n"
     (arguments.out / "preprocessor_config.json").write_text(text, encoding="utf-8")
@@ -248,8 +249,8 @@ def write(
     card = CARD.format(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         words=len({w for t in itertools.chain(*captions()) for w in t.strip(".").split()}),
-        mean=vision.IMAGE_MEAN,
-        std=vision.IMAGE_STD,
+        mean=IMAGE_MEAN,
+        std=IMAGE_STD,
         positions=POSITIONS,
         vocabulary=len(tokenizer),
         scale=model.logit_scale.exp().item(),
@@ -279,12 +280,12 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(arguments.seed)
     try:
-        data = vision.fashion_mnist(arguments.data)
+        data = fashion_mnist(arguments.data)
         arguments.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     unseen = (without_shots(split, arguments.limit) for split in (data.train, data.validation))
-    data = vision.Splits(*unseen, data.test.take(slice(arguments.limit)))
+    data = Splits(*unseen, data.test.take(slice(arguments.limit)))
     if not all(len(split) for split in (data.train, data.validation, data.test)):
         parser.exit(2, f"{parser.prog}: {arguments.data} has too few images\n")
     started = time.perf_counter()

@@ -20,7 +20,9 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from flops.tasks.classification import bundled as vision
+from flops.tasks.classification import accuracy, logits
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD, Splits
+from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-vit"
 CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"]
@@ -100,7 +102,7 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     debian = "the default is where the Debian package dataset-fashion-mnist puts them (%(default)s)"
     data = f"folder with the four idx .gz files of Fashion-MNIST; {debian}"
-    add("--data", type=Path, default=vision.FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
+    add("--data", type=Path, default=FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
     out = "where to write the model (the package's own assets, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
     add("--epochs", type=positive, default=12, help="passes over the training set (%(default)s)")
@@ -117,7 +119,7 @@ def command_line() -> argparse.ArgumentParser:
 def new_model() -> ViTForImageClassification:
     """Return the untrained model, drawn from torch's global generator."""
     config = ViTConfig(
-        image_size=vision.IMAGE_SIZE,
+        image_size=IMAGE_SIZE,
         patch_size=8,
         num_channels=1,
         hidden_size=64,
@@ -156,7 +158,7 @@ def schedule(step: int, steps: int) -> float:
 
 def train(
     model: ViTForImageClassification,
-    data: vision.Splits,
+    data: Splits,
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
@@ -176,29 +178,29 @@ def train(
             for rows in order.split(arguments.batch):
                 points = data.train.take(rows)
                 outputs = model(augment(points.images, generator))
-                loss = F.cross_entropy(vision.logits(outputs), points.labels)
+                loss = F.cross_entropy(logits(outputs), points.labels)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 scheduler.step()
                 total += loss.item() * len(points)
                 progress.advance(task)
-            accuracy = vision.accuracy(model, data.validation)
+            score = accuracy(model, data.validation)
             console.print(
                 f"epoch {epoch}/{arguments.epochs}: loss {total / len(data.train):.3f}, "
-                f"validation accuracy {accuracy:.2%}"
+                f"validation accuracy {score:.2%}"
             )
     model.eval()
 
 
 def write(
-    model: ViTForImageClassification, data: vision.Splits, arguments: argparse.Namespace
+    model: ViTForImageClassification, data: Splits, arguments: argparse.Namespace
 ) -> tuple[str, str]:
     """Measure, write the model, its preprocessing and its card; return (validation, test)."""
-    validation_accuracy = f"{vision.accuracy(model, data.validation):.2%}"
+    validation_accuracy = f"{accuracy(model, data.validation):.2%}"
     test_accuracy = "not measured"
     if not arguments.skip_test:
-        test_accuracy = f"{vision.accuracy(model, data.test):.2%}"
+        test_accuracy = f"{accuracy(model, data.test):.2%}"
 
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(arguments.out)
@@ -206,13 +208,13 @@ def write(
     preprocessor = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
-        "size": {"height": vision.IMAGE_SIZE, "width": vision.IMAGE_SIZE},
+        "size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
         "resample": 2,  # bilinear
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": [vision.IMAGE_MEAN],
-        "image_std": [vision.IMAGE_STD],
+        "image_mean": [IMAGE_MEAN],
+        "image_std": [IMAGE_STD],
     }
     text = json.dumps(preprocessor, indent=2) + "\n"
     (arguments.out / "preprocessor_config.json").write_text(text, encoding="utf-8")
@@ -225,8 +227,8 @@ def write(
             command += f" --{name.replace('_', '-')} {value}"
     card = CARD.format(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        mean=vision.IMAGE_MEAN,
-        std=vision.IMAGE_STD,
+        mean=IMAGE_MEAN,
+        std=IMAGE_STD,
         train=len(data.train),
         validation=len(data.validation),
         test=len(data.test),
@@ -255,13 +257,13 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(arguments.seed)
     try:
-        data = vision.fashion_mnist(arguments.data)
+        data = fashion_mnist(arguments.data)
         arguments.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     if arguments.limit is not None:
         first = slice(arguments.limit)
-        data = vision.Splits(*(s.take(first) for s in (data.train, data.validation, data.test)))
+        data = Splits(*(s.take(first) for s in (data.train, data.validation, data.test)))
     if not all(len(split) for split in (data.train, data.validation, data.test)):
         parser.exit(2, f"{parser.prog}: {arguments.data} has too few images: need 12 and a test\n")
     started = time.perf_counter()

@@ -18,11 +18,10 @@ from flops.errors import (
     QueryError,
     RandomnessError,
 )
-from flops.estimators import ES, SPSA, DeepZero, Exact, LikelihoodRatio, mezo
+from flops.estimators import ES, SPSA, DeepZero, Exact, LikelihoodRatio, MeZO
 from flops.passes.batch import Shared
 from flops.subspace.config import Shaping
-
-__version__ = "0.1.0"
+from flops.version import __version__ as __version__
 
 __all__ = [
     "ES",
@@ -36,6 +35,7 @@ __all__ = [
     "ForwardGradient",
     "Group",
     "LikelihoodRatio",
+    "MeZO",
     "NonFiniteLossError",
     "PrecisionWarning",
     "QueryError",
@@ -44,5 +44,4 @@ __all__ = [
     "Shared",
     "StepReport",
     "diagnose",
-    "mezo",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 from flops.errors import FlopsError
 
 PACKAGE = "flops-torch"
-CHECKOUT = Path(__file__).parents[3]  # the repository, if this is not an installed copy
+CHECKOUT = Path(__file__).parents[2]  # the repository, if this is not an installed copy
 
 
 class MissingPackageError(FlopsError, ImportError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import align, align_cost, align_gradient
-from flops.cli.align import AlignConfig
+from flops.tasks.alignment.config import AlignConfig
 from flops.tasks.alignment.figures import AlignedRun, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")

@@ -15,7 +15,7 @@ from benchmarks.overhead import CASES, measure, tuned_layers, work
 from benchmarks.quality import loss_fn
 from benchmarks.rivals import PlainMezo, gradient, rivals, trained
 from benchmarks.timing import interleaved, median_and_spread
-from flops.tasks.classification.bundled import bundled_vit, digits
+from flops.tasks.classification import bundled_vit, digits
 
 # Batches of a few points at the benchmarks' sigma: rounding may be felt.
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")

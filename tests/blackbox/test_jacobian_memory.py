@@ -1,4 +1,4 @@
-"""Shaped noise that remembers outputs: its posterior, its mean, what it gains, and its state."""
+"""Jacobian memory: its posterior, its mean, what it gains, and its state."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from flops import ES, SPSA, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian
-from flops.allocators.base import Signal
+from flops.allocators.base import Allocator, Signal
 from flops.blackbox import Outputs, Tuner
 from flops.blackbox import jacobian_memory as module
 from flops.blackbox.jacobian_factors import Factors, Measured
 from flops.blackbox.jacobian_memory import _gradients
 from flops.errors import FlopsError
-from tests.blackbox.test_tuner import Recorded
 from tests.statistical.helpers import assert_mean
+from tests.support.recorded import Recorded
 
 D, N, K, RANK = 30, 6, 3, 2
 _source = torch.Generator().manual_seed(3)
@@ -65,25 +65,25 @@ def make(seed: int = 0, unbiased: bool = False, rate: float = 0.0, **options) ->
 def seen() -> Measured:
     source = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 7, D, generator=source, dtype=torch.float64)
-    slopes = torch.randn(2, 7, K, generator=source, dtype=torch.float64)
+    derivatives = torch.randn(2, 7, K, generator=source, dtype=torch.float64)
     age = torch.tensor([[0.0] * 4 + [3.0] * 3, [0.0] * 7])
     real = torch.ones(2, 7, dtype=torch.bool)
     real[1, 5:] = False
-    noise[1, 5:] = slopes[1, 5:] = 0
-    return Measured(noise, slopes, age, real, noise @ noise.transpose(1, 2))
+    noise[1, 5:] = derivatives[1, 5:] = 0
+    return Measured(noise, derivatives, age, real, noise @ noise.transpose(1, 2))
 
 
 def dense(factors: Factors, seen: Measured, point: int, rows: list[int]) -> Tensor:
-    """Posterior mean of a point's Jacobian by conditioning a Gaussian on some of its slopes."""
+    """Posterior mean of a point's Jacobian by conditioning a Gaussian on derivatives."""
     covariance = factors.directions @ factors.directions.T + factors.floor * torch.eye(D)
     covariance = covariance.double() / K
-    noise, slopes = seen.noise[point, rows], seen.slopes[point, rows]
+    noise, derivatives = seen.noise[point, rows], seen.derivatives[point, rows]
     errors = torch.diag(seen.errors(factors.drift)[point, rows].double()) / K
     gain = covariance @ noise.T @ torch.linalg.inv(noise @ covariance @ noise.T + errors)
-    return (gain @ slopes).T
+    return (gain @ derivatives).T
 
 
-def test_the_fit_is_a_gaussian_conditioned_on_the_slopes(seen) -> None:
+def test_the_fit_is_a_gaussian_conditioned_on_the_derivatives(seen) -> None:
     factors = Factors(SHARED.T.double(), 0.1, 0.05)
     fit = factors.fit(seen)
     for point, rows in ((0, list(range(7))), (1, list(range(5)))):
@@ -91,7 +91,7 @@ def test_the_fit_is_a_gaussian_conditioned_on_the_slopes(seen) -> None:
         assert torch.allclose(found, dense(factors, seen, point, rows), rtol=1e-8)
 
 
-def test_held_out_residuals_and_the_estimate_are_those_of_fits_without_one_slope(seen) -> None:
+def test_held_out_residuals_and_the_estimate_are_those_of_fits_without_one_derivative(seen) -> None:
     factors = Factors(SHARED.T.double(), 0.1, 0.05)
     fit = factors.fit(seen)
     weights = torch.randn(2, 1, K, generator=torch.Generator().manual_seed(1)).double()
@@ -103,7 +103,7 @@ def test_held_out_residuals_and_the_estimate_are_those_of_fits_without_one_slope
         for i in range(count):
             others = [row for row in range(everything) if row != i]
             without = dense(factors, seen, point, others)
-            residual = seen.slopes[point, i] - without @ seen.noise[point, i]
+            residual = seen.derivatives[point, i] - without @ seen.noise[point, i]
             assert torch.allclose(fit.held_out[point, i], residual, rtol=1e-8)
             expected += (r @ without + (r @ residual) * seen.noise[point, i]) / count
             squares += float(r @ residual) ** 2 / count
@@ -139,7 +139,7 @@ def test_what_is_remembered_takes_the_noise_away() -> None:
     noise = [float((g - exact).square().sum() / exact.square().sum()) for g in plain.optimizer.seen]
     assert sum(errors[6:]) < 0.02 * sum(noise[6:])
     assert tuner.report is not None
-    assert tuner.report.shaping["parameters"].captured > 0.95
+    assert tuner.report.shaping["parameters"].explained_variance > 0.95
 
 
 def test_it_follows_parameters_that_move() -> None:
@@ -218,8 +218,8 @@ def test_chunks_change_nothing() -> None:
     assert torch.equal(whole.parameters, cut.parameters)
 
 
-class Some:
-    """Half of the points are not asked."""
+class Some(Allocator):
+    """Half of the points get no query."""
 
     min_queries = 0
 
@@ -240,8 +240,8 @@ def test_memory_is_bounded(monkeypatch) -> None:
     tuner = make()
     for _ in tuner.run(9):
         pass
-    assert len(tuner.memory["visits"]) == 3  # 20 slopes of 8 a step
-    assert len(tuner._estimator.remembering._noise) == 3
+    assert len(tuner.memory["visits"]) == 3  # 20 derivatives of 8 a step
+    assert len(tuner.group.estimator.known._noise) == 3
     monkeypatch.setattr(module, "ROOM", 2 * N * 8 * D)
     tuner.step()
     assert len(tuner.memory["visits"]) == 2
@@ -251,7 +251,7 @@ def test_memory_is_bounded(monkeypatch) -> None:
 
 @pytest.mark.parametrize("left", [0.0, 1e-6])
 def test_a_point_may_become_flat(left) -> None:
-    """Its older slopes are far larger than the new ones then."""
+    """Its older derivatives are far larger than the new ones then."""
     tuner = make()
     now = {"scale": 1.0}
 
@@ -296,8 +296,7 @@ def test_the_mean_is_right_with_jacobians_that_turn_and_fill_the_space() -> None
             seed=seed,
         )
         tuner.step()
-        with torch.no_grad():
-            tuner.theta.copy_(theta)
+        tuner._vector.load(theta)
         tuner.step()
         found.append(tuner.optimizer.seen[-1].double())
     at = theta.double().requires_grad_()

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from flops import LikelihoodRatio
-from flops.blackbox import Question, Tuner
-from flops.blackbox.ask_tell import Inquiry
-from flops.blackbox.evaluator import Answering, BudgetError, drive
-from flops.blackbox.journal import Answer, Journal, JournalError
+from flops.blackbox import Candidates, Tuner
+from flops.blackbox.ask_tell import AskTell, Work
+from flops.blackbox.evaluator import BudgetError, Evaluator, drive
+from flops.blackbox.journal import Evaluation, Journal, JournalError
 from flops.blackbox.objective import ObjectiveError
-from flops.blackbox.tuning import Points, Tuning
-from flops.engine.meetings import Work
+from flops.blackbox.tuning import SplitIndices, Tuning
 
 SETTINGS = {"method": "lr", "seed": 3, "sizes": (4, 5), "budget": None}
 
 
-def question(rows: int = 10, value: float = 0.5) -> Question:
-    return Question(torch.full((rows, 3), value), torch.arange(rows))
+def candidates(rows: int = 10, value: float = 0.5) -> Candidates:
+    return Candidates(torch.full((rows, 3), value), torch.arange(rows))
 
 
 class Asked:
@@ -38,18 +37,18 @@ class Asked:
         self.rows: list[int] = []
         self.fails, self.lock = fails, threading.Lock()
 
-    def answer(self, question: Question, key: str) -> Answer:
+    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
         with self.lock:
             self.keys.append(key)
-            self.rows += question.points.tolist()
-        if set(question.points.tolist()) & self.fails:
+            self.rows += candidates.points.tolist()
+        if set(candidates.points.tolist()) & self.fails:
             raise ConnectionError(f"no answer to {key}")
-        losses = question.parameters.square().sum(1) + question.points
-        return Answer(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(question)})
+        losses = candidates.parameters.square().sum(1) + candidates.points
+        return Evaluation(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(candidates)})
 
 
-def kept_in(journal: Journal, question: int) -> dict[int, Answer]:
-    return journal.kept(question).answers
+def recorded_in(journal: Journal, number: int) -> dict[int, Evaluation]:
+    return journal.read(number).evaluations
 
 
 @pytest.mark.bits
@@ -57,21 +56,21 @@ def test_answers_survive_bit_by_bit(tmp_path) -> None:
     columns = torch.randn(4, 3)
     columns[0, 1] = float("nan")  # other columns may be
     journal = Journal(tmp_path / "deep" / "journal.sqlite", SETTINGS)
-    journal.write(2, answers={1: Answer(columns, {"texts": 7})})
+    journal.write(2, evaluations={1: Evaluation(columns, {"texts": 7})})
     journal.count("retries", 2)
     journal.count("retries", 3)
     name = journal.run
     journal.close()
     again = Journal(tmp_path / "deep" / "journal.sqlite", SETTINGS)
     assert again.run == name
-    answer = kept_in(again, 2)[1]
+    answer = recorded_in(again, 2)[1]
     assert torch.equal(answer.columns.view(torch.int32), columns.view(torch.int32))
     assert answer.cost == {"texts": 7}
-    assert kept_in(again, 1) == {}
+    assert recorded_in(again, 1) == {}
     assert again.counters() == {"retries": 5}
     assert again.paid() == {"queries": 4, "answers": 1, "texts": 7}
     with pytest.raises(JournalError, match="UNIQUE"):  # an answer is never replaced
-        again.write(2, answers={1: Answer(columns)})
+        again.write(2, evaluations={1: Evaluation(columns)})
     assert again.paid()["queries"] == 4
     again.close()
 
@@ -121,11 +120,11 @@ def test_files_that_are_no_journals_are_refused(tmp_path) -> None:
 
 HOLD = """
 import sys, time
-from flops.blackbox.journal import Journal, Answer
+from flops.blackbox.journal import Journal, Evaluation
 import torch
 journal = Journal(sys.argv[1], {})
 for number in range(int(sys.argv[2])):
-    journal.write(number, answers={0: Answer(torch.full((3, 1), float(number)))})
+    journal.write(number, evaluations={0: Evaluation(torch.full((3, 1), float(number)))})
     print(number, flush=True)
 time.sleep(600)
 """
@@ -144,7 +143,7 @@ def test_a_second_process_is_refused_and_what_was_written_is_there_after_a_kill(
     with closing(sqlite3.connect(path)) as base:  # no help from the one that wrote it
         assert base.execute("select count(*), sum(count) from answers").fetchone() == (5, 15)
     journal = Journal(path, {})  # the lock went with the process
-    assert torch.equal(kept_in(journal, 4)[0].columns, torch.full((3, 1), 4.0))
+    assert torch.equal(recorded_in(journal, 4)[0].columns, torch.full((3, 1), 4.0))
     journal.close()
 
 
@@ -153,11 +152,11 @@ def test_an_answer_is_on_the_disk_before_it_is_used(tmp_path) -> None:
     code = f"""
 import os, signal, sys, torch
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from flops.blackbox.evaluator import Answering
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal
-from tests.blackbox.test_journal import Asked, question
+from tests.blackbox.test_journal import Asked, candidates
 journal = Journal(sys.argv[1], {{}})
-Answering(Asked(), journal, part=4).answer(question())
+Evaluator(Asked(), journal, part=4).evaluate(candidates())
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "journal.sqlite"
@@ -167,7 +166,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         found = base.execute("select part, count from answers order by part").fetchall()
     assert found == [(0, 4), (1, 4), (2, 2)]
     asked, journal = Asked(), Journal(path, {})
-    columns = Answering(asked, journal, part=4).answer(question())
+    columns = Evaluator(asked, journal, part=4).evaluate(candidates())
     assert asked.keys == []
     assert torch.equal(columns[:, 0], 0.75 + torch.arange(10))
     journal.close()
@@ -180,17 +179,17 @@ def test_parts_are_kept_when_another_fails_and_only_those_missing_are_asked(
     path = tmp_path / "journal.sqlite"
     journal = Journal(path, SETTINGS)
     broken = Asked(frozenset({5}))
-    answering = Answering(broken, journal, part=2, concurrency=concurrency)
+    evaluator = Evaluator(broken, journal, part=2, concurrency=concurrency)
     with pytest.raises(ConnectionError, match=f"no answer to {journal.run}-0-2"):
-        answering.answer(question())
-    kept = set(kept_in(journal, 0))
+        evaluator.evaluate(candidates())
+    kept = set(recorded_in(journal, 0))
     assert {0, 1} <= kept
     assert 2 not in kept
     assert len(broken.keys) == len(kept) + 1  # whatever was answered is kept
     name = journal.run
     journal.close()
     journal, whole = Journal(path, SETTINGS), Asked()
-    columns = Answering(whole, journal, part=2, concurrency=concurrency).answer(question())
+    columns = Evaluator(whole, journal, part=2, concurrency=concurrency).evaluate(candidates())
     assert sorted(whole.keys) == [f"{name}-0-{place}" for place in range(5) if place not in kept]
     assert torch.equal(columns[:, 0], 0.75 + torch.arange(10))
     assert torch.equal(columns[:, 1], (columns[:, 0] > 3).float())
@@ -200,46 +199,46 @@ def test_parts_are_kept_when_another_fails_and_only_those_missing_are_asked(
 
 def test_another_question_in_the_same_place_is_refused(tmp_path) -> None:
     journal = Journal(":memory:", SETTINGS)
-    Answering(Asked(), journal, part=4).answer(question())
-    flipped = Question(torch.full((10, 3), 0.5), torch.arange(10).flip(0))
-    validation = Question(torch.full((10, 3), 0.5), torch.arange(10), "validation")
+    Evaluator(Asked(), journal, part=4).evaluate(candidates())
+    flipped = Candidates(torch.full((10, 3), 0.5), torch.arange(10).flip(0))
+    validation = Candidates(torch.full((10, 3), 0.5), torch.arange(10), "validation")
     for other, now in (
-        (question(9), "'query' of 9 rows"),
+        (candidates(9), "'query' of 9 rows"),
         (flipped, "'query' of 10 rows .of other points"),
         (validation, "'validation' of 10 rows"),
     ):
         asked = Asked()
-        with pytest.raises(JournalError, match=f"question 0 was 'query' of 10 rows .*{now}.*lost"):
-            Answering(asked, journal, part=4).answer(other)
+        with pytest.raises(JournalError, match=f"round 0 was 'query' of 10 rows .*{now}.*lost"):
+            Evaluator(asked, journal, part=4).evaluate(other)
         assert asked.keys == []
     asked = Asked()
-    with pytest.raises(JournalError, match=r"question 0 was of 3 parts or more .* now of 2"):
-        Answering(asked, journal, part=8).answer(question())
+    with pytest.raises(JournalError, match=r"round 0 was of 3 parts or more .* now of 2"):
+        Evaluator(asked, journal, part=8).evaluate(candidates())
     assert asked.keys == []
-    # Other last bits are the same question: those of another machine are.
-    columns = Answering(asked, journal, part=4).answer(question(value=0.5 + 1e-7))
+    # Other last bits are the same candidates: another machine rounds otherwise.
+    columns = Evaluator(asked, journal, part=4).evaluate(candidates(value=0.5 + 1e-7))
     assert asked.keys == []
     assert torch.equal(columns[:, 0], 0.75 + torch.arange(10))
 
 
 def test_the_budget_is_a_hard_cap_that_also_counts_what_is_in_the_journal() -> None:
     journal, asked, told = Journal(":memory:", SETTINGS), Asked(), []
-    answering = Answering(asked, journal, budget=25, part=4, notify=told.append)
-    answering.answer(question())
-    answering.answer(question())
+    evaluator = Evaluator(asked, journal, budget=25, part=4, notify=told.append)
+    evaluator.evaluate(candidates())
+    evaluator.evaluate(candidates())
     with pytest.raises(BudgetError, match="25 queries does not pay for 10 more after 20"):
-        answering.answer(question())
+        evaluator.evaluate(candidates())
     assert len(asked.rows) == sum(told) == 20
-    answering.answer(question(5))  # to the last one
-    assert len(asked.rows) == answering.rows == 25
+    evaluator.evaluate(candidates(5))  # to the last one
+    assert len(asked.rows) == evaluator.rows == 25
     with pytest.raises(BudgetError):
-        answering.answer(question(1))
+        evaluator.evaluate(candidates(1))
     more = Asked()
-    resumed = Answering(more, journal, budget=25, part=4)
+    resumed = Evaluator(more, journal, budget=25, part=4)
     for rows in (10, 10, 5):
-        resumed.answer(question(rows))
+        resumed.evaluate(candidates(rows))
     with pytest.raises(BudgetError):
-        resumed.answer(question(1))
+        resumed.evaluate(candidates(1))
     assert more.rows == []
 
 
@@ -250,7 +249,7 @@ def test_bad_answers_are_refused_before_they_are_kept() -> None:
         return torch.full((len(points),), float("nan"))
 
     with pytest.raises(ObjectiveError, match="not finite for 4 of 4 rows"):
-        Answering(bad, journal, part=4).answer(question())
+        Evaluator(bad, journal, part=4).evaluate(candidates())
     assert journal.paid()["queries"] == 0
 
 
@@ -268,13 +267,13 @@ def tuning(epochs: int = 4, budget: int | None = None, patience: int = 0) -> Tun
         torch.ones(3), 6, estimator=estimator, queries=4, batch=3, learning_rate=0.1, seed=2
     )
     points = torch.arange(6)
-    split = Points(points, points, points)
+    split = SplitIndices(points, points, points)
     return Tuning(tuner, torch.ones(3), split, epochs, patience, budget)
 
 
 def test_a_run_that_is_broken_off_anywhere_ends_as_if_it_had_not(tmp_path) -> None:
     whole = tuning()
-    drive(whole, Answering(plain, Journal(":memory:", {}), part=4))
+    drive(whole, Evaluator(plain, Journal(":memory:", {}), part=4))
     total = whole.asked
     assert total == 6 * (1 + 4 + 1) + 4 * 2 * (3 + 12)
     asked: list[int] = []
@@ -290,7 +289,7 @@ def test_a_run_that_is_broken_off_anywhere_ends_as_if_it_had_not(tmp_path) -> No
 
         journal, again = Journal(tmp_path / "journal.sqlite", {}), tuning()
         try:
-            drive(again, Answering(objective, journal, part=4))
+            drive(again, Evaluator(objective, journal, part=4))
             break
         except ConnectionError:
             assert not again.done
@@ -307,16 +306,16 @@ def test_a_run_that_is_broken_off_anywhere_ends_as_if_it_had_not(tmp_path) -> No
 def test_a_run_stops_while_validation_and_test_can_still_be_paid_for() -> None:
     for budget in (12, 27, 41, 42, 43, 60, 100):
         run = tuning(budget=budget)
-        drive(run, Answering(plain, Journal(":memory:", {}), budget=budget))
+        drive(run, Evaluator(plain, Journal(":memory:", {}), budget=budget))
         assert run.asked <= budget
         assert run.test_loss == run.test_loss
         assert run.stopped == "budget"
     rich = tuning(budget=10_000)
-    drive(rich, Answering(plain, Journal(":memory:", {}), budget=10_000))
+    drive(rich, Evaluator(plain, Journal(":memory:", {}), budget=10_000))
     assert rich.stopped == "epochs"
     poor, asked = tuning(budget=11), Asked()
-    with pytest.raises(BudgetError, match=r"11 queries does not pay for looking at .* takes 12"):
-        drive(poor, Answering(asked, Journal(":memory:", {}), budget=11))
+    with pytest.raises(BudgetError, match=r"11 queries does not pay for evaluating .* takes 12"):
+        drive(poor, Evaluator(asked, Journal(":memory:", {}), budget=11))
     assert asked.rows == []
 
 
@@ -326,19 +325,19 @@ def test_a_run_without_progress_stops_early_and_tests_what_validated_best() -> N
     def worse(parameters: Tensor, points: Tensor) -> Tensor:
         return (parameters - 1).square().sum(1)  # the start is the best there is
 
-    drive(run, Answering(worse, Journal(":memory:", {})))
+    drive(run, Evaluator(worse, Journal(":memory:", {})))
     assert (run.stopped, run.history[-1].epoch) == ("patience", 2)
     assert torch.equal(run.best, run.start)
     assert run.test_loss == 0
 
 
 def test_whoever_has_asked_everything_says_so() -> None:
-    class Once(Inquiry):
+    class Once(AskTell):
         def work(self) -> Work[None]:
-            yield question()
+            yield candidates()
 
     once = Once()
     once.tell(torch.zeros(len(once.ask())))
     assert once.done
-    with pytest.raises(Exception, match="nothing more to ask"):
+    with pytest.raises(Exception, match="nothing is left to evaluate"):
         once.ask()

@@ -23,15 +23,22 @@ from torch import Tensor
 
 from flops import SPSA, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian, Neyman
-from flops.blackbox import Question, Tuner
-from flops.blackbox.ask_tell import Inquiry
-from flops.blackbox.cma import Evolution
-from flops.blackbox.evaluator import Answering, drive
-from flops.blackbox.journal import Answer, Journal, JournalError, Plan, Request, pack, unpack
+from flops.blackbox import Candidates, Tuner
+from flops.blackbox.ask_tell import AskTell, Work
+from flops.blackbox.cma import CMAES
+from flops.blackbox.evaluator import Evaluator, drive
+from flops.blackbox.journal import (
+    Evaluation,
+    Journal,
+    JournalError,
+    Request,
+    Signature,
+    pack,
+    unpack,
+)
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.snapshots import Snapshots
-from flops.blackbox.tuning import Points, Tuning
-from flops.engine.meetings import Work, decided
+from flops.blackbox.tuning import SplitIndices, Tuning
 from flops.subspace import step as shaped_step
 from flops.subspace.basis import leading
 
@@ -50,14 +57,14 @@ class Service:
     """Takes bytes under keys, charges each key once, and refuses other bytes under it."""
 
     def __init__(self, breaks: int = 10**9) -> None:
-        self.ledger: dict[str, tuple[bytes, Answer]] = {}
+        self.ledger: dict[str, tuple[bytes, Evaluation]] = {}
         self.breaks, self.charged, self.lock = breaks, 0, threading.Lock()
 
-    def prepare(self, question: Question, key: str) -> list[Request]:
-        values = question.parameters.contiguous().numpy().tobytes()
-        return [Request(key, values + question.points.numpy().tobytes())]
+    def prepare(self, candidates: Candidates, key: str) -> list[Request]:
+        values = candidates.parameters.contiguous().numpy().tobytes()
+        return [Request(key, values + candidates.points.numpy().tobytes())]
 
-    def send(self, question: Question, requests: Sequence[Request]) -> Answer:
+    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
         (request,) = requests
         with self.lock:
             self.breaks -= 1
@@ -65,11 +72,11 @@ class Service:
                 body, answer = self.ledger[request.key]
                 if body != request.body:
                     raise ValueError(f"409: {request.key} was used for another body")
-                return Answer(answer.columns, {"replays": 1})
+                return Evaluation(answer.columns, {"replays": 1})
             values = torch.frombuffer(bytearray(request.body), dtype=torch.float32)
-            parameters = values[: len(question) * D].reshape(-1, D)
-            answer = Answer(logits(parameters, question.points), {"replays": 0})
-            self.charged += len(question)
+            parameters = values[: len(candidates) * D].reshape(-1, D)
+            answer = Evaluation(logits(parameters, candidates.points), {"replays": 0})
+            self.charged += len(candidates)
             self.ledger[request.key] = (request.body, answer)
             if self.breaks < 0:  # it was computed and charged, and never arrives
                 raise ConnectionError
@@ -99,7 +106,7 @@ def make(kind: str, epochs: int = 6) -> Tuning:
     start, points = torch.zeros(D), torch.arange(N)
     steps: Any
     if kind == "cma-es":
-        steps = Evolution(start, N, sigma=0.3, batch=4, population=5)
+        steps = CMAES(start, N, sigma=0.3, batch=4, population=5)
     else:
         steps = Tuner(start, N, queries=6, batch=4, learning_rate=0.1, **ESTIMATORS[kind])
     embeds = kind in ("spsa, learning", "outputs")
@@ -107,7 +114,7 @@ def make(kind: str, epochs: int = 6) -> Tuning:
     def embed(found: Tensor) -> None:
         steps.embeddings = found
 
-    split = Points(points, points, points)
+    split = SplitIndices(points, points, points)
     return Tuning(steps, start, split, epochs, 0, None, embed if embeds else None)
 
 
@@ -115,7 +122,7 @@ def end(path: Path | str, kind: str, service: Any) -> Tuning:
     """Run it, with a snapshot at every pause, until it is done or fails."""
     run, journal = make(kind), Journal(path, {"kind": kind})
     try:
-        drive(run, Answering(service, journal, part=5, concurrency=2), share=1e9)
+        drive(run, Evaluator(service, journal, part=5, concurrency=2), share=1e9)
     finally:
         journal.close()
     return run
@@ -127,9 +134,9 @@ def parted(kind: str, path: Path, nudge: bool) -> tuple[Tuning, Service, int]:
     Roundings are changed in what the tuner computes: its parameters, whenever it asks.
     """
     service, starts, source = Service(), 0, random.Random(1)
-    original = Question.__init__
+    original = Candidates.__init__
 
-    def nudged(self: Question, parameters: Tensor, points: Tensor, kind: str = "query") -> None:
+    def nudged(self: Candidates, parameters: Tensor, points: Tensor, kind: str = "query") -> None:
         object.__setattr__(self, "parameters", parameters * (1 + starts * 2e-7))
         object.__setattr__(self, "points", points)
         object.__setattr__(self, "kind", kind)
@@ -138,19 +145,19 @@ def parted(kind: str, path: Path, nudge: bool) -> tuple[Tuning, Service, int]:
         service.breaks, starts = source.randint(0, 12), starts + 1
         try:
             if nudge:
-                Question.__init__ = nudged  # type: ignore[method-assign]
+                Candidates.__init__ = nudged  # type: ignore[method-assign]
             return end(path, kind, service), service, starts
         except ConnectionError:
             pass
         finally:
-            Question.__init__ = original  # type: ignore[method-assign]
+            Candidates.__init__ = original  # type: ignore[method-assign]
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_a_run_that_breaks_off_anywhere_ends_with_the_same_bits(kind, tmp_path) -> None:
     whole, one = make(kind), Service()
-    drive(whole, Answering(one, Journal(":memory:", {}), part=5))
+    drive(whole, Evaluator(one, Journal(":memory:", {}), part=5))
     again, service, starts = parted(kind, tmp_path / "journal", nudge=False)
     assert starts > 5
     assert torch.equal(again.best, whole.best)
@@ -163,7 +170,7 @@ def test_a_run_that_breaks_off_anywhere_ends_with_the_same_bits(kind, tmp_path) 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_other_roundings_are_never_refused_nor_paid_for_twice(kind, tmp_path) -> None:
     whole, one = make(kind), Service()
-    drive(whole, Answering(one, Journal(":memory:", {}), part=5))
+    drive(whole, Evaluator(one, Journal(":memory:", {}), part=5))
     again, service, starts = parted(kind, tmp_path / "journal", nudge=True)
     assert starts > 5
     assert service.charged == one.charged == again.asked
@@ -171,7 +178,7 @@ def test_other_roundings_are_never_refused_nor_paid_for_twice(kind, tmp_path) ->
     assert torch.isfinite(again.best).all()
 
 
-class Chooser(Inquiry):
+class Chooser(AskTell):
     """Asks as many rows as it decides to: this one's decisions are those of another machine."""
 
     def __init__(self, rows: int) -> None:
@@ -180,30 +187,31 @@ class Chooser(Inquiry):
 
     def work(self) -> Work[None]:
         for _ in range(3):
-            rows = yield from decided("counts", torch.tensor(self.rows))
+            rows = self.decide("counts", torch.tensor(self.rows))
             self.took.append(int(rows))
-            yield Question(torch.zeros(int(rows), D), torch.arange(int(rows)))
+            yield Candidates(torch.zeros(int(rows), D), torch.arange(int(rows)))
 
 
 def test_decisions_are_made_once(tmp_path) -> None:
     path, service = tmp_path / "journal", Service(breaks=3)
     journal = Journal(path, {})
     with pytest.raises(ConnectionError):
-        drive(Chooser(6), Answering(service, journal, part=3))
+        drive(Chooser(6), Evaluator(service, journal, part=3))
     journal.close()
     service.breaks, other, journal = 10**9, Chooser(4), Journal(path, {})
-    drive(other, Answering(service, journal, part=3))
+    drive(other, Evaluator(service, journal, part=3))
     assert other.took[1:] == [6, 6, 4]  # two were asked about before, the third was not
     assert service.charged == 16
     journal.close()
     journal = Journal(path, {})
 
-    class Other(Inquiry):
+    class Other(AskTell):
         def work(self) -> Work[None]:
-            yield from decided("directions", 1)
+            self.decide("directions", 1)
+            yield Candidates(torch.zeros(1, D), torch.arange(1))
 
-    with pytest.raises(JournalError, match=r"question 0 was a decision about counts .* directions"):
-        drive(Other(), Answering(service, journal))
+    with pytest.raises(JournalError, match=r"round 0 was a decision about counts .* directions"):
+        drive(Other(), Evaluator(service, journal))
     journal.close()
 
 
@@ -211,18 +219,18 @@ def test_decisions_are_made_once(tmp_path) -> None:
 def test_answers_go_with_the_directions_that_were_asked(tmp_path, monkeypatch) -> None:
     """Eigenvectors of another machine may have other signs."""
     whole = make("shaped", epochs=3)
-    drive(whole, Answering(Service(), Journal(":memory:", {}), part=5))
+    drive(whole, Evaluator(Service(), Journal(":memory:", {}), part=5))
 
     class Breaks(Service):
-        def send(self, question: Question, requests: Sequence[Request]) -> Answer:
+        def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
             if requests[0].key.endswith("-14-3"):  # in the queries of the last step
                 raise ConnectionError
-            return super().send(question, requests)
+            return super().send(candidates, requests)
 
     path, service = tmp_path / "journal", Breaks()
     journal = Journal(path, {})
     with pytest.raises(ConnectionError):
-        drive(make("shaped", epochs=3), Answering(service, journal, part=5), share=1e9)
+        drive(make("shaped", epochs=3), Evaluator(service, journal, part=5), share=1e9)
     journal.close()
 
     def other(*arguments: Any) -> Any:
@@ -232,7 +240,7 @@ def test_answers_go_with_the_directions_that_were_asked(tmp_path, monkeypatch) -
     monkeypatch.setattr(shaped_step, "leading", other)
     again, journal, rest = make("shaped", epochs=3), Journal(path, {}), Service()
     rest.ledger = service.ledger
-    drive(again, Answering(rest, journal, part=5), share=1e9)
+    drive(again, Evaluator(rest, journal, part=5), share=1e9)
     journal.close()
     assert rest.charged == 9 + 8 + 8  # the rest of that step, validation, test
     assert again.stepper is not None
@@ -245,16 +253,16 @@ def test_answers_go_with_the_directions_that_were_asked(tmp_path, monkeypatch) -
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-from flops.blackbox.evaluator import Answering
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal
-from tests.blackbox.test_resuming import Service, Question, torch, D
+from tests.blackbox.test_resuming import Service, Candidates, torch, D
 class Dies(Service):
-    def send(self, question, requests):
+    def send(self, candidates, requests):
         if requests[0].key.endswith("-0-2"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().send(question, requests)
+        return super().send(candidates, requests)
 journal = Journal(sys.argv[1], {})
-Answering(Dies(), journal, part=2).answer(Question(torch.ones(8, D), torch.arange(8)))
+Evaluator(Dies(), journal, part=2).evaluate(Candidates(torch.ones(8, D), torch.arange(8)))
 """
 
 
@@ -266,21 +274,21 @@ def test_a_request_is_on_the_disk_before_it_is_sent_and_gone_when_it_is_answered
         found = base.execute("select part, key, body from requests").fetchall()
         assert base.execute("select part from answers order by part").fetchall() == [(0,), (1,)]
     ((part, key, body),) = found
-    asked = Question(torch.ones(8, D), torch.arange(8))
+    asked = Candidates(torch.ones(8, D), torch.arange(8))
     assert part == 2
     assert body == Service().prepare(asked.part(4, 6), key)[0].body
     journal, sent = Journal(path, {}), []
 
     class Records(Service):
-        def send(self, question: Question, requests: Sequence[Request]) -> Answer:
+        def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
             sent.append((requests[0].key, requests[0].body))
-            return super().send(question, requests)
+            return super().send(candidates, requests)
 
-    other = Question(torch.ones(8, D) + 1e-6, torch.arange(8))  # what it is on another machine
-    Answering(Records(), journal, part=2).answer(other)
+    other = Candidates(torch.ones(8, D) + 1e-6, torch.arange(8))  # what it is on another machine
+    Evaluator(Records(), journal, part=2).evaluate(other)
     assert sent[0] == (key, body)
     assert [k.rsplit("-", 1)[1] for k, _ in sent] == ["2", "3"]
-    assert not journal.kept(0).requests
+    assert not journal.read(0).requests
     journal.close()
 
 
@@ -345,61 +353,61 @@ def damage(path: Path, table: str, column: str, where: str = "") -> None:
 @pytest.mark.parametrize(
     ("table", "column", "message"),
     [
-        ("plans", "points", "the structure of question 0 fails its checksum"),
-        ("decisions", "value", r"decision 0 \(counts\) before question 0 fails its checksum"),
+        ("plans", "points", "the structure of round 0 fails its checksum"),
+        ("decisions", "value", r"decision 0 \(counts\) before round 0 fails its checksum"),
     ],
 )
 def test_damaged_structure_is_named(table, column, message, tmp_path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path, {})
-    journal.write(0, Plan("query", (1, 2)), [("counts", torch.ones(2))])
+    journal.write(0, Signature("query", (1, 2)), [("counts", torch.ones(2))])
     journal.close()
     damage(path, table, column)
     journal = Journal(path, {})
     with pytest.raises(JournalError, match=f"{message}.*backup"):
-        journal.kept(0)
+        journal.read(0)
     journal.close()
 
 
 def test_a_damaged_answer_is_asked_for_again_under_its_key(tmp_path) -> None:
     path, service = tmp_path / "journal", Service()
-    question = Question(torch.ones(8, D), torch.arange(8))
+    candidates = Candidates(torch.ones(8, D), torch.arange(8))
 
-    def ask(values: Question) -> Tensor:
+    def ask(values: Candidates) -> Tensor:
         journal = Journal(path, {})
         try:
-            return Answering(service, journal, part=2).answer(values)
+            return Evaluator(service, journal, part=2).evaluate(values)
         finally:
             journal.close()
 
-    first = ask(question)
+    first = ask(candidates)
     for _ in range(2):  # once repaired it is sound
         damage(path, "answers", "answer", "where part = 1")
-        assert torch.equal(ask(question), first)
-        assert torch.equal(ask(Question(torch.zeros(8, D), torch.arange(8))), first)
+        assert torch.equal(ask(candidates), first)
+        assert torch.equal(ask(Candidates(torch.zeros(8, D), torch.arange(8))), first)
     assert service.charged == 8
     journal = Journal(path, {})
     assert journal.paid()["queries"] == 8
     journal.close()
     damage(path, "answers", "answer", "where part = 1")
     with pytest.raises(
-        JournalError, match=r"the answer to question 0, part 1 fails its checksum.*409.*backup"
+        JournalError, match=r"the values of round 0, part 1 fails its checksum.*409.*backup"
     ):
-        ask(Question(torch.zeros(8, D), torch.arange(8)))
+        ask(Candidates(torch.zeros(8, D), torch.arange(8)))
     assert service.charged == 8
 
 
 def test_a_damaged_request_is_made_again(tmp_path) -> None:
     path, service = tmp_path / "journal", Service(breaks=1)
-    question = Question(torch.ones(8, D), torch.arange(8))
+    candidates = Candidates(torch.ones(8, D), torch.arange(8))
     journal = Journal(path, {})
     with pytest.raises(ConnectionError):
-        Answering(service, journal, part=4).answer(question)
+        Evaluator(service, journal, part=4).evaluate(candidates)
     journal.close()
     damage(path, "requests", "body")
     service.breaks, journal = 10**9, Journal(path, {})
-    assert journal.kept(0).damaged == {1: "request 0 of question 0, part 1"}
-    Answering(service, journal, part=4).answer(question)
+    assert journal.read(0).damaged == {1: "request 0 of round 0, part 1"}
+    Evaluator(service, journal, part=4).evaluate(candidates)
     assert service.charged == 8
     assert journal.paid()["queries"] == 8
     journal.close()
@@ -409,13 +417,13 @@ def test_a_damaged_snapshot_is_replaced_by_the_one_before(tmp_path) -> None:
     path, service = tmp_path / "journal", Service()
     run = end(path, "lr", service)
     damage(path, "snapshots", "data")
-    with pytest.warns(RuntimeWarning, match=r"snapshot before question \d+ .* is damaged.*going"):
+    with pytest.warns(RuntimeWarning, match=r"snapshot before round \d+ .* is damaged.*continuing"):
         again = end(path, "lr", service)
     assert torch.equal(again.best, run.best)
     assert service.charged == run.asked
     with closing(sqlite3.connect(path)) as base, base:
         base.execute("update snapshots set mark = x'00'")
-    with pytest.raises(JournalError, match=r"snapshots before the questions \[.*backup"):
+    with pytest.raises(JournalError, match=r"snapshots before the rounds \[.*backup"):
         end(path, "lr", service)
 
 
@@ -425,7 +433,7 @@ def test_a_journal_is_its_owners(tmp_path) -> None:
     path, before = tmp_path / "journal", os.umask(0)
     try:
         journal = Journal(path, {})
-        journal.write(0, Plan("query", (1,)))
+        journal.write(0, Signature("query", (1,)))
         found = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
         journal.close()
     finally:
@@ -446,15 +454,25 @@ def test_a_journal_of_the_former_version_is_explained(tmp_path) -> None:
         assert base.execute("select count(*) from sqlite_master").fetchone()[0] == 2
 
 
+def test_a_snapshot_of_another_state_version_names_who_wrote_it(tmp_path) -> None:
+    run, journal = make("lr"), Journal(tmp_path / "journal", {})
+    state = run.state_dict()
+    state["stepper"]["schema"] = 1  # of tuners that had estimators of their own
+    journal.save(3, pack({"state": state, "flops": "0.0.9", "torch": "2.5.0"}))
+    with pytest.raises(JournalError, match=r"written by flops 0\.0\.9 with torch 2\.5\.0"):
+        Snapshots(run, journal).restore()
+    journal.close()
+
+
 FULL = """
 import resource, signal, sys
 sys.path.insert(0, sys.argv[2])
-from flops.blackbox.evaluator import Answering
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal, JournalError
-from tests.blackbox.test_resuming import Service, Question, torch, D
+from tests.blackbox.test_resuming import Service, Candidates, torch, D
 def say(message): print("said", message, flush=True)
 journal = Journal(sys.argv[1], {}, say, patience=float(sys.argv[3]))
-answering = Answering(Service(), journal, part=64)
+evaluator = Evaluator(Service(), journal, part=64)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for n in range(200):
     if n == 4:
@@ -464,7 +482,7 @@ for n in range(200):
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         threading.Timer(2, resource.setrlimit, (resource.RLIMIT_FSIZE, unlimited)).start()
     try:
-        answering.answer(Question(torch.full((64, D), float(n)), torch.zeros(64).long()))
+        evaluator.evaluate(Candidates(torch.full((64, D), float(n)), torch.zeros(64).long()))
     except JournalError as error:
         print("stopped", error)
         break
@@ -493,9 +511,9 @@ def test_a_full_disk_is_waited_for_and_then_said_in_a_sentence(tmp_path) -> None
     journal = Journal(path, {})
     assert journal.paid()["queries"] >= 64 * len(answered)
     service = Service()
-    answering = Answering(service, journal, part=64)
+    evaluator = Evaluator(service, journal, part=64)
     for n in range(len(answered) + 1):  # it goes on
-        answering.answer(Question(torch.full((64, D), float(n)), torch.zeros(64).long()))
+        evaluator.evaluate(Candidates(torch.full((64, D), float(n)), torch.zeros(64).long()))
     assert service.charged <= 64
     journal.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 
 from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman
-from flops.blackbox import Objective, Question, Tuner
-from flops.blackbox.cma import Evolution
+from flops.blackbox import Candidates, Objective, Tuner
+from flops.blackbox.cma import CMAES
 from flops.blackbox.objective import ObjectiveError
 from flops.errors import FlopsError, PrecisionWarning, QueryError
 from tests.statistical.helpers import assert_mean
+from tests.support.recorded import Recorded
 
 D, N = 6, 5
 A = torch.randn(N, D, generator=torch.Generator().manual_seed(1))
@@ -41,18 +41,6 @@ def gradient(objective: Objective, theta: Tensor = START, points: Tensor | None 
     objective(at.expand(len(points), -1), points).mean().backward()
     assert at.grad is not None
     return at.grad
-
-
-class Recorded(torch.optim.SGD):
-    """Keeps the gradients that it was given."""
-
-    def __init__(self, parameters: list[nn.Parameter], rate: float = 0.0) -> None:
-        super().__init__(parameters, rate)
-        self.seen: list[Tensor] = []
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        self.seen.append(self.param_groups[0]["params"][0].grad.clone())
-        super().step(closure)
 
 
 def first(objective: Objective, estimator, queries: float, seed: int = 0, **options) -> Tensor:
@@ -215,7 +203,7 @@ def test_every_estimator_and_allocator_improves_and_every_row_is_counted(kind, a
     for report in tuner.run(40):
         assert report.queries == 6 * N
         assert int(report.counts["parameters"].sum()) == 6 * N
-        assert int(report.counts["parameters"].min()) >= tuner._estimator.unit
+        assert int(report.counts["parameters"].min()) >= tuner.group.estimator.unit
     assert tuner.asked == sum(rows) == 40 * cost
     assert tuner.steps == 40
     after = float(quadratic(tuner.parameters.expand(N, -1), torch.arange(N)).mean())
@@ -261,10 +249,10 @@ def test_ask_and_tell_is_run(kind, allocator) -> None:
     apart = make(None, kind, allocator)
     kinds = []
     while apart.steps < 5:
-        question = apart.ask()
-        kinds.append(question.kind)
+        candidates = apart.ask()
+        kinds.append(candidates.kind)
         assert apart.waiting
-        apart.tell(quadratic(question.parameters, question.points))
+        apart.tell(quadratic(candidates.parameters, candidates.points))
     assert kinds[:2] == ["clean", "query"]
     assert torch.equal(together.parameters, apart.parameters)
     assert not torch.equal(apart.parameters, START)
@@ -273,9 +261,9 @@ def test_ask_and_tell_is_run(kind, allocator) -> None:
 
 def test_a_question_stays_the_same_until_it_is_told() -> None:
     tuner = make()
-    question = tuner.ask()
-    assert tuner.ask() is question
-    mark = question.digest()
+    candidates = tuner.ask()
+    assert tuner.ask() is candidates
+    mark = candidates.digest()
     for wrong, message in (
         (torch.zeros(N - 1), r"each of the 5 rows .* shape \(4,\)"),
         (torch.zeros(N, 2, 2), "shape"),
@@ -288,7 +276,7 @@ def test_a_question_stays_the_same_until_it_is_told() -> None:
             tuner.tell(wrong)
         assert tuner.ask().digest() == mark
         assert tuner.asked == 0
-    tuner.tell(quadratic(question.parameters, question.points))
+    tuner.tell(quadratic(candidates.parameters, candidates.points))
     assert tuner.asked == N
     assert tuner.ask().digest() != mark
     fresh = make()
@@ -482,7 +470,7 @@ def test_arguments_that_do_not_fit_are_explained(arguments, message) -> None:
 
 def test_what_cannot_be_done_now_is_explained() -> None:
     tuner = make(None)
-    with pytest.raises(FlopsError, match="nothing was asked"):
+    with pytest.raises(FlopsError, match="no candidates are pending"):
         tuner.tell(torch.zeros(N))
     with pytest.raises(FlopsError, match=r"use ask\(\) and tell\(\)"):
         tuner.step()
@@ -509,13 +497,13 @@ def test_parts_are_learned_apart_and_the_start_is_not_changed() -> None:
 
 
 def test_a_question_knows_itself() -> None:
-    one = Question(START.expand(N, -1), torch.arange(N), "clean")
-    same = Question(START.clone().expand(N, -1), torch.arange(N), "clean")
+    one = Candidates(START.expand(N, -1), torch.arange(N), "clean")
+    same = Candidates(START.clone().expand(N, -1), torch.arange(N), "clean")
     assert one.digest() == same.digest()
     others = [
-        Question(START.expand(N, -1), torch.arange(N), "query"),
-        Question(START.expand(N, -1), torch.arange(N).flip(0), "clean"),
-        Question(torch.nextafter(START, START + 1).expand(N, -1), torch.arange(N), "clean"),
+        Candidates(START.expand(N, -1), torch.arange(N), "query"),
+        Candidates(START.expand(N, -1), torch.arange(N).flip(0), "clean"),
+        Candidates(torch.nextafter(START, START + 1).expand(N, -1), torch.arange(N), "clean"),
         one.part(0, 2),
     ]
     assert len({one.digest(), *(other.digest() for other in others)}) == 5
@@ -528,11 +516,11 @@ def test_evolution_improves_is_reproducible_and_disturbs_nobody() -> None:
     np.random.seed(1)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
 
-    def run(seed: int) -> Evolution:
-        search = Evolution(START, N, quadratic, sigma=0.3, batch=3, population=8, seed=seed)
+    def run(seed: int) -> CMAES:
+        search = CMAES(START, N, quadratic, sigma=0.3, batch=3, population=8, seed=seed)
         assert search.step_cost() == 24
         while search.steps < 60:
-            search.tell(search.answer(search.ask()))
+            search.tell(search.evaluate(search.ask()))
             np.random.rand()  # somebody else's draws must not matter
         assert search.asked == sum(8 * (3, 2)[step % 2] for step in range(60))
         return search
@@ -550,9 +538,9 @@ def test_evolution_improves_is_reproducible_and_disturbs_nobody() -> None:
     assert after - least < 0.4 * (before - least)
     np.random.seed(1)
     assert random.getstate() == states[0]
-    search = Evolution(START, N, quadratic, population=4)
-    search.tell(search.answer(search.ask()))
+    search = CMAES(START, N, quadratic, population=4)
+    search.tell(search.evaluate(search.ask()))
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
     with pytest.raises(FlopsError, match="sigma must be positive"):
-        Evolution(START, N, sigma=0)
+        CMAES(START, N, sigma=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -13,13 +12,12 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from flops.cli.align import PRESETS, AlignConfig, AlignMethod, AlignPreset, preset
 from flops.cli.main import main
 from flops.errors import FlopsError
+from flops.tasks.alignment.config import PRESETS, AlignConfig, AlignMethod, AlignPreset
 from flops.tasks.alignment.models import load_encoder, load_language
-from flops.tasks.classification.config import ConfigError
-from flops.training.config import merged
-from flops.training.loop import Silence, train
+from flops.training.config import ConfigError, preset_settings
+from flops.training.loop import NullDisplay, train
 
 SMALL = AlignConfig(
     limit=20, batch=32, queries=4, epochs=2, checkpoint_steps=2, checkpoint_seconds=None, samples=2
@@ -27,14 +25,14 @@ SMALL = AlignConfig(
 
 
 def small(**changed: Any) -> AlignConfig:
-    return dataclasses.replace(SMALL, **changed)
+    return SMALL.replace(**changed)
 
 
 class Stopped(Exception):
     pass
 
 
-class Stopper(Silence):
+class Stopper(NullDisplay):
     def step(self, trainer: Any, line: dict[str, Any]) -> None:
         if line["step"] == 5:
             raise Stopped
@@ -70,7 +68,7 @@ def test_a_run_folder_and_its_report(tmp_path: Path, capsys) -> None:
 
 def test_a_stopped_run_goes_on_bit_for_bit_and_keeps_the_adapter_alone(tmp_path: Path) -> None:
     whole = small(method="shaped-lr", output=str(tmp_path / "whole"))
-    broken = dataclasses.replace(whole, output=str(tmp_path / "broken"))
+    broken = whole.replace(output=str(tmp_path / "broken"))
     train(whole)
     with pytest.raises(Stopped):
         train(broken, display=Stopper())
@@ -110,12 +108,12 @@ def test_resuming_refuses_other_settings_and_other_runs(tmp_path: Path) -> None:
 def test_presets_have_known_settings() -> None:
     assert set(get_args(AlignPreset)) == set(PRESETS)
     for name in PRESETS:
-        merged(AlignConfig(), preset(name))
-    paper = merged(AlignConfig(), preset("paper"))
+        AlignConfig(**PRESETS[name])
+    paper = AlignConfig(**PRESETS["paper"])
     assert (paper.batch, paper.queries, paper.learning_rate) == (64, 60, 5e-4)
     assert (paper.schedule, paper.epochs, paper.optimizer) == ("cosine", 1, "adam")
     with pytest.raises(ConfigError, match="preset must be one of"):
-        preset("large")
+        preset_settings(PRESETS, "large")
 
 
 @pytest.mark.parametrize(
@@ -135,10 +133,10 @@ def test_what_is_not_there_is_explained(given: dict[str, Any], message: str) -> 
 def test_wrong_settings_are_explained() -> None:
     with pytest.raises(ConfigError, match="visual_tokens must be greater than 0"):
         AlignConfig(visual_tokens=0)
-    with pytest.raises(ConfigError, match="samples must be 0 or more"):
+    with pytest.raises(ConfigError, match="samples must be at least 0, not -1"):
         AlignConfig(samples=-1)
     with pytest.raises(ConfigError, match="noise must be"):
-        merged(AlignConfig(), {"noise": "pink"})
+        AlignConfig(noise="pink")
 
 
 def clip(folder: Path) -> Path:
@@ -168,7 +166,7 @@ def test_other_models_from_folders_with_several_tokens(tmp_path: Path) -> None:
     config = small(
         encoder=str(encoder), language=str(language), visual_tokens=3, epochs=1, method="ops-lr"
     )
-    found = train(dataclasses.replace(config, output=str(tmp_path / "run")))
+    found = train(config.replace(output=str(tmp_path / "run")))
     assert found.steps == 4
     weights = load_file(tmp_path / "run" / "model" / "adapter.safetensors")
     assert weights["weight"].shape == (3 * 16, 16)

@@ -45,8 +45,8 @@ def test_a_port_that_is_taken(tmp_path) -> None:
 def test_classes_from_a_list_or_a_file(tmp_path) -> None:
     names = tmp_path / "classes.txt"
     names.write_text("shirt\n\nankle boot\n")
-    assert Serve(classes=str(names))._classes() == ("shirt", "ankle boot")
-    assert Serve(classes="shirt, ankle boot,")._classes() == ("shirt", "ankle boot")
+    assert Serve(classes=str(names)).class_names() == ("shirt", "ankle boot")
+    assert Serve(classes="shirt, ankle boot,").class_names() == ("shirt", "ankle boot")
 
 
 def test_other_classes_other_limits_and_a_loud_warning(tmp_path) -> None:

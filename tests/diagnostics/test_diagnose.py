@@ -13,7 +13,7 @@ from flops import SPSA, Exact, Group, LikelihoodRatio, diagnose
 from flops.allocators import Equal, Gaussian
 from flops.cli.main import main
 from flops.diagnostics.table import diagnosis_tables
-from flops.experiments.theorem import Problem, theorem1, theorem2
+from flops.experiments.theorem import ClosedFormProblem, theorem1, theorem2
 from tests.conftest import squared
 
 
@@ -102,7 +102,7 @@ def test_theorem_1_orders_allocations_by_the_objective() -> None:
 
 
 def test_known_traces_are_those_of_the_engine() -> None:
-    problem = Problem(0)
+    problem = ClosedFormProblem(0)
     counts = torch.full((8,), 6)
     found = problem.estimates(counts, 600, seed=1)
     predicted = float((problem.traces() / 6).sum()) / 64

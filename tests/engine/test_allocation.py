@@ -1,4 +1,4 @@
-"""Allocation in a step: pilots, floors, shared draws, budgets over groups, embeddings, failure."""
+"""Allocation in a step: pilots, floors, shared draws, failure, the order of points."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flops import (
     ES,
     SPSA,
-    CoverageError,
     Exact,
     ForwardGradient,
     Group,
@@ -20,29 +19,9 @@ from flops import (
     NonFiniteLossError,
     QueryError,
 )
-from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman, Signal
-from flops.engine.allocation import total_budgets
+from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman
 from tests.conftest import flat, gradients
-
-SIZE, QUERIES = 8, 10
-LEAF = LikelihoodRatio(1e-5, "leaf")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-
-def scaled(outputs: Tensor, scales: Tensor) -> Tensor:
-    """Squared outputs times a scale for each point; the traces go by the scales' squares."""
-    return scales * (outputs - 1).square().sum(1)
-
-
-SCALES = torch.tensor([0.1, 0.1, 0.1, 0.1, 1.0, 1.0, 10.0, 10.0]).double()
+from tests.support.scaled import LEAF, QUERIES, SCALES, SIZE, Net, Spy, engine, scaled
 
 
 @pytest.fixture
@@ -53,42 +32,6 @@ def model() -> Net:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(SIZE, 3).double()
-
-
-def engine(model: Net, allocator: Any, estimator: Any = LEAF, **options: Any) -> ForwardGradient:
-    options.setdefault("queries", QUERIES)
-    group = Group(model, estimator, options.pop("queries"), name="g")
-    return ForwardGradient(model, scaled, group, allocator=allocator, **options)
-
-
-class Spy:
-    """An allocator that keeps what it was shown."""
-
-    wants_embeddings = True
-    min_queries = 1
-
-    def __init__(self, pilot: int = 0) -> None:
-        self.pilot = pilot
-        self.seen: list[Signal] = []
-        self.learned: list[tuple[Signal, Any]] = []
-
-    def __deepcopy__(self, memo: Any) -> Spy:
-        return self
-
-    __copy__ = lambda self: self  # noqa: E731
-
-    def allocate(self, signal: Signal) -> Tensor:
-        self.seen.append(signal)
-        return Equal().allocate(signal)
-
-    def learn(self, signal: Signal, traces: Any) -> None:
-        self.learned.append((signal, traces))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 # Pilots
@@ -202,137 +145,6 @@ def test_exact_groups_need_no_allocator(model: Net, x: Tensor) -> None:
     fg = ForwardGradient(model, scaled, groups, allocator=Neyman(pilot=2))
     report = fg.estimate(x, SCALES)
     assert report.queries == QUERIES * SIZE
-
-
-# Several groups
-
-
-def two(model: Net, allocator: Any, queries: tuple[float, float] = (10, 10)) -> ForwardGradient:
-    groups = [
-        Group([model.first, model.second], LEAF, queries[0], name="early"),
-        Group(model.head, LEAF, queries[1], name="late"),
-    ]
-    return ForwardGradient(model, scaled, groups, allocator=allocator)
-
-
-def test_across_groups_moves_queries_and_keeps_the_cost(model: Net, x: Tensor) -> None:
-    fg = two(model, Neyman(across_groups=True))
-    first = fg.estimate(x, SCALES)
-    assert all(int(c.sum()) == QUERIES * SIZE for c in first.counts.values())
-    for _ in range(10):
-        report = fg.estimate(x, SCALES)
-    costs = [r.forward_equivalents.queries for r in (first, report)]
-    assert costs[1] == pytest.approx(costs[0], rel=0.05)
-    # The early group has more outputs, so more noise, and the late one's queries are cheaper: by
-    # the ratio of demand / sqrt(cost).
-    demand = {n: float(fg.memory[n]["demand"]) for n in fg.memory}
-    price = {n: float(fg.memory[n]["query_cost"]) for n in fg.memory}
-    counts = {n: int(c.sum()) for n, c in report.counts.items()}
-    expected = (demand["early"] / demand["late"]) * (price["late"] / price["early"]) ** 0.5
-    assert counts["early"] / counts["late"] == pytest.approx(expected, rel=0.1)
-    assert price["late"] < price["early"]
-
-
-def test_across_groups_gives_more_to_the_noisier_group(x: Tensor) -> None:
-    """Two alike towers; the outputs of one are wide, so its estimate is far noisier."""
-
-    class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 40)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.left(x) + torch.tanh(self.right(x)).view(-1, 20, 2).mean(1)
-
-    model = Towers().double()
-    groups = [Group(m, LEAF, 10, name=n) for n, m in model.named_children()]
-    fg = ForwardGradient(model, scaled, groups, allocator=Neyman(across_groups=True), reuse=False)
-    for _ in range(8):
-        report = fg.estimate(x, SCALES)
-    left, right = (int(report.counts[n].sum()) for n in ("left", "right"))
-    assert right > 1.5 * left
-    assert left + right == pytest.approx(2 * 10 * SIZE, abs=2)
-
-
-@pytest.mark.parametrize(
-    ("pilot", "queries"), [(0, (1, 1)), (0, (1, 30)), (2, (3, 20)), (2, (3, 3))]
-)
-def test_across_groups_works_at_the_lowest_budgets(
-    pilot: int, queries: tuple[float, float], model: Net, x: Tensor
-) -> None:
-    fg = two(model, Neyman(across_groups=True, pilot=pilot), queries)
-    configured = fg.estimate(x, SCALES).forward_equivalents.queries
-    for _ in range(6):
-        report = fg.estimate(x, SCALES)
-        assert report.forward_equivalents.queries <= configured * 1.01
-        assert all(int(c.min()) >= pilot + 1 for c in report.counts.values())
-
-
-def test_budgets_stay_without_across_groups(model: Net, x: Tensor) -> None:
-    fg = two(model, Neyman(), (10, 6))
-    for _ in range(4):
-        report = fg.estimate(x, SCALES)
-    assert [int(c.sum()) for c in report.counts.values()] == [80, 48]
-    assert total_budgets(fg.groups, fg.allocators, fg.memory, SIZE) == {"early": 80, "late": 48}
-
-
-# Embeddings
-
-
-def shown(model: nn.Module, x: Tensor, loss_fn: Any, y: Tensor, **options: Any) -> Tensor | None:
-    spy = Spy()
-    fg = ForwardGradient(model, loss_fn, Group(model, LEAF, 2), allocator=spy, **options)
-    fg.estimate(x, y)
-    return spy.seen[0].embeddings
-
-
-def test_the_embedding_is_the_input_of_the_head(model: Net, x: Tensor) -> None:
-    with torch.no_grad():
-        hidden = torch.tanh(model.first(x))
-        expected = torch.tanh(model.second(hidden)).float()
-        torch.testing.assert_close(shown(model, x, scaled, SCALES), expected)
-        for wanted in ("second", model.second):
-            found = shown(model, x, scaled, SCALES, embedding=wanted)
-            torch.testing.assert_close(found, model.second(hidden).float())
-
-
-def test_an_unknown_embedding_is_a_clear_error(model: Net, x: Tensor) -> None:
-    with pytest.raises(CoverageError, match="'nowhere' is not a module"):
-        engine(model, Gaussian(), embedding="nowhere").estimate(x, SCALES)
-    with pytest.raises(CoverageError, match="not a module"):
-        engine(model, Gaussian(), embedding=nn.Linear(2, 2)).estimate(x, SCALES)
-    model.idle = nn.Identity()
-    with pytest.raises(CoverageError, match="'idle' never runs"):
-        engine(model, Gaussian(), embedding="idle").estimate(x, SCALES)
-
-
-def test_embeddings_of_sequences_and_images() -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs.flatten(1).sum(1) - targets).square()
-
-    y = torch.randn(SIZE).double()
-    tokens = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x = torch.randn(SIZE, 5, 3).double()
-    with torch.no_grad():
-        expected = tokens[:2](x).mean(1).float()
-    torch.testing.assert_close(shown(tokens, x, loss, y), expected)
-    images = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh()).double()
-    x = torch.randn(SIZE, 1, 5, 4).double()
-    assert shown(images, x, loss, y) is None  # no head
-    with torch.no_grad():
-        expected = images[0](x).flatten(1).float()
-    torch.testing.assert_close(shown(images, x, loss, y, embedding="0"), expected)
-    fg = ForwardGradient(images, loss, Group(images, LEAF, 4), allocator=Gaussian())
-    fg.estimate(x, y)
-
-
-def test_embeddings_are_those_of_the_batch(model: Net, x: Tensor) -> None:
-    """Also when the layout was found with another batch, of another size."""
-    spy = Spy()
-    fg = engine(model, spy)
-    fg.estimate(x, SCALES)
-    fg.estimate(x[2:5], SCALES[2:5])
-    torch.testing.assert_close(spy.seen[1].embeddings, spy.seen[0].embeddings[2:5])
 
 
 # Learning

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
-from flops.engine.groups import leaves
+from flops.passes.selection import leaves
 from tests.conftest import gradients, squared
 from tests.support.brute import (
     brute_lr,

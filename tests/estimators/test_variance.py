@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
-from flops.engine.queries import Estimate, Queries
+from flops.diagnostics.traces import gradient_traces, spend_counts
+from flops.engine.runner import Cost
+from flops.engine.step import Spent
+from flops.estimators.base import Estimate
 from flops.estimators.variance import (
     ENERGY_STEPS,
     energy,
-    gradient_traces,
     jacobian_energy,
     leaf_energy,
     mean_by_point,
@@ -90,6 +92,11 @@ def test_leaf_energy_is_the_norm_of_the_jacobian(name: str, frozen: str) -> None
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
+def test_leaf_energy_of_one_token_per_point() -> None:
+    assert leaf_energy(nn.Embedding(6, 3), torch.tensor([2, 0])).tolist() == [3, 3]
+    assert leaf_energy(nn.Embedding(6, 3, padding_idx=0), torch.tensor([2, 0])).tolist() == [3, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_leaf_energy_of_half_precision_does_not_overflow(dtype: torch.dtype) -> None:
     module = nn.Linear(8, 4).to(dtype)
@@ -155,18 +162,20 @@ class Case:
         self.memory: dict[str, Any] = {}
 
     @contextmanager
-    def queries(self, draws: Any, step: int = 0) -> Iterator[tuple[Any, Queries]]:
-        counts = torch.as_tensor(draws).expand(SIZE) * self.estimator.unit
+    def opened(self, step: int = 0) -> Iterator[tuple[Any, ...]]:
+        """Session, group, binding and queries."""
+        (group,) = self.engine.groups
         with self.engine.session(self.x, self.y) as session:
-            name = self.engine.groups[0].name
-            yield (
-                session.layout.bindings[0],
-                session.queries(name, (0, step, 0), self.memory, counts),
-            )
+            queries = session.queries(group.name, (0, step, 0), self.memory)
+            yield session, group, session.layout.bindings[0], queries
+
+    def spent(self, draws: Any, step: int = 0) -> Spent:
+        counts = torch.as_tensor(draws).expand(SIZE) * self.estimator.unit
+        with self.opened(step) as given:
+            return spend_counts(*given, counts)
 
     def estimate(self, draws: Any, step: int = 0) -> Estimate:
-        with self.queries(draws, step) as (binding, queries):
-            return self.estimator.estimate(binding, queries)
+        return self.spent(draws, step).step.estimate
 
     def gradients(self) -> Tensor:
         """Of each point's loss, shape (B, P)."""
@@ -191,9 +200,9 @@ class Case:
     def energies(self, count: int) -> list[float]:
         found = []
         for step in range(count):
-            with self.queries(1, step) as (binding, queries):
+            with self.opened(step) as (session, _, binding, queries):
                 self.memory.pop("jacobian_energy", None)
-                found.append(jacobian_energy(binding, queries))
+                found.append(jacobian_energy(binding, queries, session.runner(Cost())))
         return found
 
 
@@ -213,8 +222,8 @@ def test_traces_from_scalars_are_those_of_single_gradients(model: str, estimator
     scalars = case.exact(traces_of(case.estimate(2000), SIZE).values)
     block = estimator == "block"
     draws = 400 if block else 100
-    with case.queries(1, 1) as (binding, queries):
-        single = gradient_traces(case.estimator, binding, queries, draws)
+    with case.opened(1) as given:
+        single = gradient_traces(*given, draws)
     # A squared Gaussian slope varies by twice its squared mean; products of signs have heavier
     # tails, and the heaviest has the block with its two outputs, since slope and noise go together.
     error = ((8 if block else 3) / draws) ** 0.5 * scalars.square().sum().sqrt()
@@ -235,12 +244,9 @@ def test_traces_of_parameter_noise_have_a_closed_form(model: str, estimator: str
 
 def test_gradient_traces_of_some_parameters() -> None:
     case = Case("mlp", "leaf")
-    with case.queries(1, 1) as (binding, queries):
-        every = gradient_traces(case.estimator, binding, queries, 20)
-        parts = [
-            gradient_traces(case.estimator, binding, queries, 20, [p])
-            for p in case.model.parameters()
-        ]
+    with case.opened(1) as given:
+        every = gradient_traces(*given, 20)
+        parts = [gradient_traces(*given, 20, [p]) for p in case.model.parameters()]
     torch.testing.assert_close(sum(parts), every)
     assert all((part > 0).all() for part in parts)
 
@@ -281,12 +287,12 @@ def test_variance_of_orthogonal_draws(draws: int) -> None:
     for _ in range(300):
         model.zero_grad()
         with fg.session(x, y) as session:
-            counts = torch.full((2,), draws)
-            queries = session.queries("model", fg.key(0), {}, counts)
-            estimate = estimator.estimate(session.layout.bindings[0], queries)
-        fg.step += 1
-        found.append(torch.cat([g.flatten() for g in estimate.gradients.values()]))
-        predicted.append(variance(estimate, 2))
+            binding, counts = session.layout.bindings[0], torch.full((2,), draws)
+            queries = session.queries("model", fg.key(0), {})
+            spent = spend_counts(session, fg.groups[0], binding, queries, counts)
+        fg.steps += 1
+        found.append(torch.cat([g.flatten() for g in spent.gradients.values()]))
+        predicted.append(variance(spent.step.estimate, 2))
     samples = torch.stack(found)
     measured = samples.var(0).sum().item()
     if draws % 8 == 0:
@@ -317,9 +323,9 @@ def test_variance_is_that_of_repeats(model: str, estimator: str, counts: list[in
     repeats = 400 if estimator == "block" else 200
     predicted, samples = [], []
     for step in range(repeats):
-        estimate = case.estimate(torch.tensor(counts), step)
-        predicted.append(variance(estimate, SIZE))
-        parts = [estimate.gradients[p].flatten() for p in case.model.parameters()]
+        spent = case.spent(torch.tensor(counts), step)
+        predicted.append(variance(spent.step.estimate, SIZE))
+        parts = [spent.gradients[p].flatten() for p in case.model.parameters()]
         samples.append(torch.cat(parts))
     stacked = torch.stack(samples)
     seen = (stacked - stacked.mean(0)).square().sum(1) * repeats / (repeats - 1)
@@ -339,11 +345,11 @@ def test_variance_with_shared_draws() -> None:
     predicted, samples = [], []
     with engine.session(x, y) as session:
         for step in range(200):
-            counts = torch.full((SIZE,), 4)
-            queries = session.queries("model", (0, step), {}, counts)
-            estimate = estimator.estimate(session.layout.bindings[0], queries)
-            predicted.append(variance(estimate, SIZE))
-            samples.append(torch.cat([g.flatten() for g in estimate.gradients.values()]))
+            binding, counts = session.layout.bindings[0], torch.full((SIZE,), 4)
+            queries = session.queries("model", (0, step), {})
+            spent = spend_counts(session, engine.groups[0], binding, queries, counts)
+            predicted.append(variance(spent.step.estimate, SIZE))
+            samples.append(torch.cat([g.flatten() for g in spent.gradients.values()]))
     stacked = torch.stack(samples)
     size = stacked.size(1)
     seen = float(stacked.var(0).sum())
@@ -355,9 +361,9 @@ def test_parts() -> None:
     means, counts = mean_by_point(values, points, 4)
     assert means.tolist() == [2, 0, 5, 0]
     assert counts.tolist() == [2, 0, 1, 0]
-    assert variance(Estimate({}), 4) == 0
+    assert variance(Estimate(), 4) == 0
     p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     assert energy({p: torch.tensor([1.0, 2.0]), q: torch.tensor([3.0])}) == 14
-    estimate = Estimate({}, torch.tensor([2.0, 4.0, 1.0]), points, torch.tensor([1.0, 1, 6, 1]))
+    estimate = Estimate(torch.tensor([2.0, 4.0, 1.0]), points, torch.tensor([1.0, 1, 6, 1]))
     assert traces_of(estimate, 4).values.tolist() == [10, 0, 6, 0]
     assert variance(estimate, 4) == (10 / 2 + 6) / 16

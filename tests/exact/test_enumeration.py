@@ -72,12 +72,13 @@ def test_shared_parameter_noise(estimator: ES | SPSA, monkeypatch: pytest.Monkey
     model, x, y = problem()
     size = sum(p.numel() for p in model.parameters())
 
-    def draw(options, queries, draw, unit, place, parameter) -> Tensor:
+    def fill(kind: str, count: int, width: int, key: tuple[int, ...]) -> Tensor:
+        draw, place = key[-3], key[-1]
         signs = sign_vectors(size)[draw].double()
-        part = signs[: model.weight.numel()] if place == 0 else signs[model.weight.numel() :]
-        return part.view(parameter.shape).clone()
+        return signs[: model.weight.numel()] if place == 0 else signs[model.weight.numel() :]
 
-    monkeypatch.setattr(shared_parameters, "_draw", draw)
+    monkeypatch.setattr(shared_parameters, "words", lambda *key: key)
+    monkeypatch.setattr(shared_parameters, "fill", fill)
     groups = [Group(model, estimator, queries=2**size * estimator.unit)]
     found, truth = estimate(model, squared, x, y, groups), exact(model, squared, x, y)
     torch.testing.assert_close(flat(found), flat(truth), rtol=1e-6, atol=1e-12)

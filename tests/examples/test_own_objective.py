@@ -40,9 +40,9 @@ def test_it_gets_better_also_when_it_is_killed_and_pays_once(url, tmp_path) -> N
     costs = [float(cost) for cost in re.findall(r"(?:costs|step \d+:) ([\d.]+)", done.stdout)]
     assert len(costs) == 5
     assert costs[-1] < 0.8 * costs[0]
-    answers = int(re.findall(r"after ([\d,]+) answers", done.stdout)[-1].replace(",", ""))
+    rows = int(re.findall(r"after ([\d,]+) rows", done.stdout)[-1].replace(",", ""))
     with urllib.request.urlopen(url) as response:
-        assert json.load(response)["computed"] == answers
+        assert json.load(response)["computed"] == rows
 
 
 def test_nobody_there_is_said(tmp_path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flops.errors import FlopsError
 from flops.experiments.attacks import fgsm, i_fgsm, mi_fgsm
-from flops.tasks.classification.bundled import bundled_vit, digits
+from flops.tasks.classification import bundled_vit, digits
 from flops.tasks.data.images import BUNDLED_FORMAT
 
 BOUND = 8 / 255

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from flops.cli.main import main
 from flops.experiments.compare import cost_of_epochs
-from flops.experiments.comparison import differences, sentence, sweep_table, table
-from flops.experiments.plans import Plan, Run, measure
-from flops.experiments.sweep import SWEEP_SEED, Chosen, Tried, sweep
-from flops.tasks.classification.config import Config
+from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure
+from flops.experiments.compare_sweep import SWEEP_SEED, Chosen, Tried, sweep
+from flops.experiments.compare_tables import differences, sentence, sweep_table, table
+from flops.tasks.classification.config import FinetuneConfig
 from flops.training.methods import MethodName
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
@@ -92,21 +92,25 @@ def test_settings_are_chosen_by_runs_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the two best rates of the short runs, the one that is better in the end."""
-    seen: list[Run] = []
+    seen: list[ComparisonRun] = []
     short = {1e-3: 0.5, 3e-3: 0.8, 1e-2: 0.75, 3e-2: None}
     full = {3e-3: (0.6, 0.4), 1e-2: (0.9, 0.3), 1e-3: (None, 0.7)}
 
-    def tried(plan: Plan, method: str, part: str, runs: dict[Any, Run]) -> tuple[Tried, ...]:
+    def tried(
+        study: MethodComparison, method: str, part: str, runs: dict[Any, ComparisonRun]
+    ) -> tuple[Tried, ...]:
         seen.extend(runs.values())
         if part == "sweep":  # at equal epochs the lowest rate is the second best
             return tuple(Tried(*p, short[p[0]], 0.9 if p[0] == 1e-3 else short[p[0]]) for p in runs)
         return tuple(Tried(*pair, *full[pair[0]]) for pair in runs)
 
-    monkeypatch.setattr("flops.experiments.sweep._tried", tried)
+    monkeypatch.setattr("flops.experiments.compare_sweep._tried", tried)
     rates = tuple(short)
     quiet = Console(quiet=True)
-    plan = Plan(("lr",), 1, 4, 1e4, rates, (1e-3,), 1, Config(), tmp_path, 0, quiet)
-    chosen = sweep(plan, "lr")
+    study = MethodComparison(
+        ("lr",), 1, 4, 1e4, rates, (1e-3,), 1, FinetuneConfig(), tmp_path, 0, quiet
+    )
+    chosen = sweep(study, "lr")
     assert (chosen.learning_rate, chosen.epochs_rate) == (1e-2, 1e-3)
     finals = {run.learning_rate: run.budget for run in seen[4:]}
     assert finals == {3e-3: 1e4, 1e-2: 1e4, 1e-3: None}
@@ -119,14 +123,18 @@ def test_a_setting_that_is_far_ahead_needs_no_run_in_full(
 ) -> None:
     scores = {1e-3: 0.5, 3e-3: 0.8}
 
-    def tried(plan: Plan, method: str, part: str, runs: dict[Any, Run]) -> tuple[Tried, ...]:
+    def tried(
+        study: MethodComparison, method: str, part: str, runs: dict[Any, ComparisonRun]
+    ) -> tuple[Tried, ...]:
         assert part == "sweep"
         return tuple(Tried(*pair, scores[pair[0]], scores[pair[0]]) for pair in runs)
 
-    monkeypatch.setattr("flops.experiments.sweep._tried", tried)
+    monkeypatch.setattr("flops.experiments.compare_sweep._tried", tried)
     quiet = Console(quiet=True)
-    plan = Plan(("lr",), 1, 4, 1e4, tuple(scores), (1e-3,), 1, Config(), tmp_path, 0, quiet)
-    chosen = sweep(plan, "lr")
+    study = MethodComparison(
+        ("lr",), 1, 4, 1e4, tuple(scores), (1e-3,), 1, FinetuneConfig(), tmp_path, 0, quiet
+    )
+    chosen = sweep(study, "lr")
     assert (chosen.learning_rate, chosen.epochs_rate, chosen.finals) == (3e-3, 3e-3, ())
 
 
@@ -253,7 +261,7 @@ def test_one_seed_has_no_differences_and_no_sweep_no_table() -> None:
 
 
 def test_a_run_is_a_training_configuration() -> None:
-    run = Run("bp", 1e-3, None, 2, 1e4, "tiny-vit", "digits", 20, 64, test=True, seed=3)
+    run = ComparisonRun("bp", 1e-3, None, 2, 1e4, "tiny-vit", "digits", 20, 64, test=True, seed=3)
     config = run.config()
     assert (config.until, config.seed, config.test, config.output) == ("last", 3, True, None)
 
@@ -262,10 +270,12 @@ def test_a_run_is_a_training_configuration() -> None:
 def test_the_budget_is_what_the_epochs_cost_also_after_a_dear_first_step(
     method: MethodName, tmp_path: Path
 ) -> None:
-    base = Config(limit=24, batch=8, queries=4)
-    plan = Plan((method,), 1, 2, None, (1e-3,), (1e-3,), 1, base, tmp_path, 0, Console(quiet=True))
-    cost = cost_of_epochs(plan, method)
-    found = measure(plan.run(method, 1e-3, 1e-3, budget=cost))
+    base = FinetuneConfig(limit=24, batch=8, queries=4)
+    study = MethodComparison(
+        (method,), 1, 2, None, (1e-3,), (1e-3,), 1, base, tmp_path, 0, Console(quiet=True)
+    )
+    cost = cost_of_epochs(study, method)
+    found = measure(study.run(method, 1e-3, 1e-3, budget=cost))
     spent = found["at_epochs"]["forward_equivalents"]
     assert spent <= cost <= 1.05 * spent
     assert found["at_budget"]["step"] in (6, 7)  # a step is cheap beside the pruning

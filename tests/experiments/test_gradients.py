@@ -13,15 +13,15 @@ from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.errors import FlopsError, PrecisionWarning
 from flops.estimators import Exact, LikelihoodRatio
-from flops.experiments import gradients_panel, shared_draws, starts
+from flops.experiments import common_random_numbers, gradients_panel, warm_starts
 from flops.experiments.gradients_panel import MEASURE, MEASURED, WARM, Panel, measure_panel
 from flops.experiments.gradients_tables import panel_sheets, records
 from flops.experiments.gradients_thirds import Thirds, measure_thirds
-from flops.experiments.matrices import layer_numbers, matrix_of, third_of, thirds
-from flops.experiments.starts import Start, batch_of, finetuned, load_start
-from flops.tasks.classification.bundled import bundled_vit, digits
-from flops.tasks.classification.models import parts
+from flops.experiments.warm_starts import WarmStart, batch_of, finetuned, load_warm_start
+from flops.experiments.weight_matrices import layer_numbers, matrix_of, third_of, thirds
+from flops.tasks.classification import bundled_vit, digits
 from flops.tasks.classification.task import loss_fn
+from flops.tasks.models.vit import parts
 
 SMALL: dict[str, Any] = {"steps": 2, "layer": 6, "budgets": (4,), "repeats": 3, "batch": 6}
 
@@ -47,11 +47,11 @@ def test_the_cosine_of_the_exact_gradient_is_one(
 
 
 @pytest.mark.parametrize("name", ["equal", "gaussian"])
-def test_shared_draws_change_nothing(folder: Path, name: str) -> None:
+def test_common_random_numbers_change_nothing(folder: Path, name: str) -> None:
     """A panel of many estimates gives what an engine alone gives, step by step."""
     panel = Panel(**SMALL | {"budgets": (4, 7)}, warm=2, sigma=1e-2)
     found = measure_panel(folder, panel)
-    model, data = load_start(folder, panel.start)
+    model, data = load_warm_start(folder, panel.start)
     target = matrix_of(model, 6, "key")
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         "vit.layers.5.attention.k_proj.weight"
@@ -59,7 +59,7 @@ def test_shared_draws_change_nothing(folder: Path, name: str) -> None:
     for place, budget in enumerate(panel.budgets):
         group = Group([target], LikelihoodRatio(1e-2, "leaf"), budget, name="panel")
         allocator: Any = Equal() if name == "equal" else Gaussian()
-        fg = ForwardGradient(model, loss_fn, group, allocator, seed=panel.seed)
+        fg = ForwardGradient(model, loss_fn, group, allocator=allocator, seed=panel.seed)
         for step in range(2):
             rows = batch_of(data, 6, panel.seed, WARM, step)
             fg.estimate(*data.train.batch(rows), index=rows)
@@ -90,14 +90,14 @@ def test_allocators_are_paired(folder: Path) -> None:
 
 
 def test_each_draw_is_run_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[shared_draws.Known] = []
+    made: list[common_random_numbers.RememberedLosses] = []
 
-    class Watched(shared_draws.Known):
+    class Watched(common_random_numbers.RememberedLosses):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(shared_draws, "Known", Watched)
+    monkeypatch.setattr(common_random_numbers, "RememberedLosses", Watched)
     for estimator in ("lr", "spsa"):
         panel = Panel(**SMALL | {"budgets": (4, 8)}, estimator=estimator, allocators=("equal",))
         measure_panel(folder, panel)
@@ -123,19 +123,19 @@ def test_thirds_start_from_what_was_learned(folder: Path) -> None:
 
 
 def test_starts_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Start(steps=2)
-    model, _ = load_start(tmp_path, start)
+    start = WarmStart(steps=2)
+    model, _ = load_warm_start(tmp_path, start)
     straight = finetuned(bundled_vit(), digits().train, 2)
     weights = dict(straight.named_parameters())
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-    load_start.cache_clear()
-    monkeypatch.setattr(starts, "finetuned", lambda *a, **k: pytest.fail("trained again"))
-    again, _ = load_start(tmp_path, start)
+    load_warm_start.cache_clear()
+    monkeypatch.setattr(warm_starts, "finetuned", lambda *a, **k: pytest.fail("trained again"))
+    again, _ = load_warm_start(tmp_path, start)
     assert again is not model
     assert all(torch.equal(p, weights[n]) for n, p in again.named_parameters())
-    assert Start(steps=3).path(tmp_path) != start.path(tmp_path)
+    assert WarmStart(steps=3).path(tmp_path) != start.path(tmp_path)
     assert Panel(steps=2, matrix="ff").path(tmp_path) == start.path(tmp_path)
-    load_start.cache_clear()
+    load_warm_start.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_layers_and_matrices_by_name() -> None:
 def test_a_rounding_warning_is_not_repeated_for_every_cell(folder: Path) -> None:
     panel = Panel(**SMALL, sigma=1e-6, allocators=("equal",))
     measure_panel(folder, panel)  # warnings are errors here
-    model, data = load_start(folder, panel.start)
+    model, data = load_warm_start(folder, panel.start)
     group = Group([matrix_of(model, 6, "key")], LikelihoodRatio(1e-6, "leaf"), 4)
     with pytest.warns(PrecisionWarning):
         ForwardGradient(model, loss_fn, group).estimate(*data.train.batch(torch.arange(6)))

@@ -179,14 +179,14 @@ def test_errors(tmp_path: Path, given: list[str], message: str) -> None:
 def test_quick_is_smaller_where_nothing_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[gradients.Plan] = []
-    monkeypatch.setattr(gradients, "main", lambda parts, plan: seen.append(plan))
+    seen: list[gradients.GradientStudy] = []
+    monkeypatch.setattr(gradients, "main", lambda parts, study: seen.append(study))
     Gradients(quick=True, output=tmp_path, repeats=7).run()
     Gradients(output=tmp_path).run()
     quick, full = seen
     assert (quick.panel.repeats, quick.panel.batch, quick.layers) == (7, 8, ("first", "last"))
     assert full.panel == Panel()
-    assert full == gradients.Plan(tmp_path, full.console)
+    assert full == gradients.GradientStudy(tmp_path, full.console)
 
 
 def test_tables_are_whole_in_markdown() -> None:

@@ -1,4 +1,4 @@
-"""The study of robustness, end to end: tables, run folders, and what is not computed again."""
+"""The study of robustness, end to end: tables, run directorys, and what is not computed again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 from flops.cli.main import main
 from flops.experiments import cells, robustness
 from flops.experiments.robustness_runs import open_run, read_run
-from flops.experiments.robustness_training import Training
+from flops.experiments.robustness_training import ModelTraining
 from flops.experiments.robustness_trials import KINDS, Strengths, Trial, changed, measure, of_pixels
-from flops.tasks.classification.config import Config
+from flops.tasks.classification.config import FinetuneConfig
 from flops.training.loop import train
-from flops.training.run_directory import RunFolder
+from flops.training.run_directory import RunDirectory
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 
@@ -145,7 +145,7 @@ def test_a_training_that_was_killed_goes_on(copy: Path, computed: list[str]) -> 
     gone = Path(runs_of(copy)[0])
     run = read_run(gone)
     shutil.rmtree(gone)
-    RunFolder.create(gone, run.config).close()  # it had just begun
+    RunDirectory.create(gone, run.config).close()  # it had just begun
     study(copy, *TRAINED)
     assert [name.partition(":")[0] for name in computed] == ["training"]
     assert read_run(gone).digest == run.digest
@@ -158,7 +158,7 @@ def test_run_folders_give_the_same_tables(done: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_of_finetune_is_the_model_trained_here(done: Path, tmp_path: Path) -> None:
-    settings = Training("bp", 1e-3, None, 1, "bundled", "digits", 2.0, 16, 48, seed=1)
+    settings = ModelTraining("bp", 1e-3, None, 1, "bundled", "digits", 2.0, 16, 48, seed=1)
     main(
         ["finetune", "--method", "bp", "--limit", "48", "--epochs", "1", "--batch", "16",
          "--queries", "2", "--seed", "1", "--sigma", "None", "--output", str(tmp_path / "run")]
@@ -168,7 +168,7 @@ def test_a_run_of_finetune_is_the_model_trained_here(done: Path, tmp_path: Path)
 
 def test_clean_accuracy_is_that_of_training(tmp_path: Path) -> None:
     output = str(tmp_path / "run")
-    config = Config(method="bp", limit=48, epochs=2, batch=16, test=True, output=output)
+    config = FinetuneConfig(method="bp", limit=48, epochs=2, batch=16, test=True, output=output)
     expected = train(config).evaluations[-1].test
     run = read_run(tmp_path / "run")
     found = measure(Trial("bp", run.digest, "clean", limit=48), run)

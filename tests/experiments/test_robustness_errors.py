@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from flops.cli import robustness as command
 from flops.cli.main import main
 from flops.cli.robustness import QUICK, Robustness
 from flops.errors import FlopsError
-from flops.experiments import robustness, robustness_training
+from flops.experiments import robustness
 from flops.experiments.robustness_runs import check_alike, open_run, read_run
 from flops.experiments.robustness_tables import (
     Found,
@@ -24,7 +25,7 @@ from flops.experiments.robustness_tables import (
     write_csv,
 )
 from flops.experiments.robustness_trials import KINDS, Kind, Strengths, Trial
-from flops.tasks.classification.config import Config
+from flops.tasks.classification.config import FinetuneConfig
 from flops.training.loop import train
 
 STRENGTHS = Strengths()
@@ -33,7 +34,7 @@ STRENGTHS = Strengths()
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    train(Config(method="bp", limit=32, epochs=1, batch=32, output=str(folder)))
+    train(FinetuneConfig(method="bp", limit=32, epochs=1, batch=32, output=str(folder)))
     return folder
 
 
@@ -158,11 +159,11 @@ def test_a_quick_look_leaves_what_was_asked_for(monkeypatch: pytest.MonkeyPatch)
     def keep(trainings: Any, folder: Path, *_: object) -> list[Any]:
         return list(seen.setdefault("trainings", trainings))
 
-    def plan(runs: Any, plan: robustness.Plan) -> None:
-        seen["plan"] = plan
+    def study(runs: Any, study: robustness.RobustnessStudy) -> None:
+        seen["study"] = study
 
-    monkeypatch.setattr(robustness_training, "train_models", keep)
-    monkeypatch.setattr(robustness, "main", plan)
+    monkeypatch.setattr(command, "train_models", keep)
+    monkeypatch.setattr(robustness, "main", study)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     Robustness(quick=True, epochs=3, sigmas=("ops-lr=5e-4",), methods=("bp", "ops-lr")).run()
     assert [(t.method, t.seed, t.epochs) for t in seen["trainings"]] == [
@@ -170,9 +171,9 @@ def test_a_quick_look_leaves_what_was_asked_for(monkeypatch: pytest.MonkeyPatch)
         ("ops-lr", 0, 3),
     ]
     assert [t.sigma for t in seen["trainings"]] == [None, 5e-4]
-    assert seen["plan"].limit == QUICK["limit"]
-    assert seen["plan"].strengths.all_bounds == [8, 32]
-    assert seen["plan"].folder == QUICK["output"]
+    assert seen["study"].limit == QUICK["limit"]
+    assert seen["study"].strengths.all_bounds == [8, 32]
+    assert seen["study"].folder == QUICK["output"]
     del seen["trainings"]
     Robustness().run()
     chosen = {t.method: (t.learning_rate, t.sigma) for t in seen["trainings"]}

@@ -12,7 +12,7 @@ import torch
 from flops.cli.main import main
 from flops.experiments import shaped_tables
 from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
-from flops.experiments.shaped_training import Training, mean_cosines, train
+from flops.experiments.shaped_training import TrainingRun, mean_cosines, train
 
 
 def refuse(settings: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def refuse(settings: Any) -> dict[str, Any]:
 
 def test_updates_along_the_exact_gradient_are_those_of_backpropagation() -> None:
     both = [
-        train(Training(method, queries=2, every=2, follow="exact", most=3, seed=1))
+        train(TrainingRun(method, queries=2, every=2, follow="exact", most=3, seed=1))
         for method in ("shaped", "backpropagation")
     ]
     assert both[0]["losses"] == pytest.approx(both[1]["losses"], rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -15,20 +14,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flops.cli.align import AlignConfig
 from flops.cli.main import main
 from flops.errors import FlopsError
 from flops.experiments.cells import Cell, run_cells
 from flops.experiments.robustness_runs import read_run
-from flops.experiments.starts import Start, load_start
+from flops.experiments.warm_starts import WarmStart, load_warm_start
 from flops.report.allocation import plot_allocation
 from flops.report.curves import plot_curves, read_metrics
+from flops.tasks.alignment.config import AlignConfig
 from flops.tasks.alignment.figures import read_run as read_aligned
-from flops.tasks.classification.config import Config
+from flops.tasks.classification.config import FinetuneConfig
 from flops.tasks.data.folders import read_folder
 from flops.tasks.data.images import load
-from flops.training import results
-from flops.training.loop import Silence, train
+from flops.training import loop
+from flops.training.loop import NullDisplay, train
 
 DEEP = b"[" * 100_000
 NOT_JSON = {"empty": b"", "cut": b'{"a"', "deep": DEEP, "bytes": b"\xff\xfe", "list": b"[1]"}
@@ -39,7 +38,7 @@ class Stop(Exception):
     pass
 
 
-class Stopper(Silence):
+class Stopper(NullDisplay):
     def step(self, trainer: Any, line: dict[str, Any]) -> None:
         if line["step"] == 3:
             raise Stop
@@ -106,12 +105,12 @@ def test_a_garbled_line_of_metrics_is_left_out(line: bytes, tmp_path: Path) -> N
 def test_a_run_with_garbled_metrics_goes_on(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind: Any = {"finetune": Config, "align": AlignConfig}[command]
+    kind: Any = {"finetune": FinetuneConfig, "align": AlignConfig}[command]
     config = kind(
         method="bp", limit=20, batch=8, epochs=1, checkpoint_steps=1, checkpoint_seconds=None
     )
     with pytest.raises(Stop):
-        train(dataclasses.replace(config, output=str(tmp_path)), display=Stopper())
+        train(config.replace(output=str(tmp_path)), display=Stopper())
     content = bytearray((tmp_path / "metrics.jsonl").read_bytes())
     content[:20] = b"\xff" * 20
     (tmp_path / "metrics.jsonl").write_bytes(content)
@@ -152,15 +151,15 @@ def test_a_broken_result_is_measured_again(content: bytes, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100])
 def test_a_broken_start_of_a_study_is_made_again(content: bytes, tmp_path: Path) -> None:
-    start = Start(limit=16, steps=1)
-    model, _ = load_start(tmp_path, start)
+    start = WarmStart(limit=16, steps=1)
+    model, _ = load_warm_start(tmp_path, start)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    load_start.cache_clear()
+    load_warm_start.cache_clear()
     start.path(tmp_path).write_bytes(content)
     with pytest.warns(UserWarning, match=r"safetensors is damaged and made again"):
-        model, _ = load_start(tmp_path, start)
+        model, _ = load_warm_start(tmp_path, start)
     assert all((value == before[name]).all() for name, value in model.state_dict().items())
-    load_start.cache_clear()
+    load_warm_start.cache_clear()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names are bytes on Linux alone")
@@ -249,7 +248,7 @@ def test_a_robustness_study_of_a_broken_model(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("plot_curves", "plot_allocation"):
-        monkeypatch.setattr(results, name, lambda *_: None)
+        monkeypatch.setattr(loop, name, lambda *_: None)
     (tmp_path / "model").mkdir()
     for name in ("config.json", "model/model.safetensors", "model/preprocessor_config.json"):
         (tmp_path / name).write_text("{}", encoding="utf-8")

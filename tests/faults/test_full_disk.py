@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -17,23 +16,23 @@ from rich.console import Console
 from flops.cli.main import main
 from flops.experiments.cells import Cell, run_cells
 from flops.storage.disk import DiskError, filling
-from flops.tasks.classification.config import Config
+from flops.tasks.classification.config import FinetuneConfig
 from flops.training import checkpoint as checkpoints
-from flops.training import results
-from flops.training.loop import Silence, train
+from flops.training import loop
+from flops.training.loop import NullDisplay, train
 from tests.training.test_resume import assert_alike
 
 pytest.importorskip("resource")  # which limits the size of files
 import resource
 
-SMALL = Config(
+SMALL = FinetuneConfig(
     method="bp", limit=36, batch=16, epochs=4, checkpoint_steps=2, checkpoint_seconds=None
 )
 SMALLEST = 100_000  # bytes: less than a checkpoint, more than metrics
 Switch = Callable[[bool], None]
 
 
-class Between(Silence):
+class Between(NullDisplay):
     """The disk is full after one step, and has room again after another."""
 
     def __init__(self, full: Switch, first: int, last: int = 10**9) -> None:
@@ -47,7 +46,7 @@ class Between(Silence):
 @pytest.fixture(autouse=True)
 def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("plot_curves", "plot_allocation"):
-        monkeypatch.setattr(results, name, lambda *_: None)
+        monkeypatch.setattr(loop, name, lambda *_: None)
 
 
 @pytest.fixture(params=["limit", "tmpfs"])
@@ -90,7 +89,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
-    train(dataclasses.replace(SMALL, output=str(folder)))
+    train(SMALL.replace(output=str(folder)))
     return folder
 
 
@@ -101,7 +100,7 @@ def left_overs(folder: Path) -> list[str]:
 @pytest.mark.bits
 def test_training_goes_on_and_writes_again(disk: tuple[Path, Switch], unbroken: Path) -> None:
     folder, full = disk
-    config = dataclasses.replace(SMALL, output=str(folder / "run"))
+    config = SMALL.replace(output=str(folder / "run"))
     with pytest.warns(UserWarning, match="cannot write") as said:
         train(config, display=Between(full, 3, 8))
     (message,) = (str(w.message) for w in said)  # once
@@ -117,7 +116,7 @@ def test_a_disk_that_stays_full_ends_in_a_sentence(
     disk: tuple[Path, Switch], unbroken: Path
 ) -> None:
     folder, full = disk
-    config = dataclasses.replace(SMALL, output=str(folder / "run"))
+    config = SMALL.replace(output=str(folder / "run"))
     with (
         pytest.warns(UserWarning, match="training goes on"),
         pytest.raises(DiskError, match=r"its end is not kept: make room, and .*from step-00000004"),
@@ -136,7 +135,7 @@ def test_the_command_ends_with_a_sentence_and_an_error(
 ) -> None:
     """Results that cannot be written: the run is kept, nothing looks like a whole model."""
     folder, full = disk
-    real = results.write_results
+    real = loop._write_results
 
     def fill_first(*given: Any) -> None:
         full(True)
@@ -144,7 +143,7 @@ def test_the_command_ends_with_a_sentence_and_an_error(
 
     given = ["--method", "bp", "--limit", "24", "--epochs", "1", "--output", str(folder / "run")]
     with monkeypatch.context() as patch:
-        patch.setattr("flops.training.loop.write_results", fill_first)
+        patch.setattr("flops.training.loop._write_results", fill_first)
         with pytest.raises(SystemExit, match=r"flops: cannot write to .*run: .*make room, and res"):
             main(["finetune", *given])
     full(False)

@@ -275,10 +275,10 @@ def test_a_signal_in_the_loss_function(at: int) -> None:
     fg = ForwardGradient(net, during(interrupt, at), Group(net, SPSA(sigma=1e-2), 4), chunk=4)
     with pytest.raises(KeyboardInterrupt):
         fg.estimate(x, y)
-    assert fg.step == 0
+    assert fg.steps == 0
     assert not gradients(net)
     fg.estimate(x, y)
-    assert fg.step == 1
+    assert fg.steps == 1
 
 
 def test_a_hanging_forward_can_be_left() -> None:
@@ -314,7 +314,7 @@ def test_a_signal_in_the_commit_comes_after_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         fg.estimate(x, y)
     ForwardGradient(twin, squared).estimate(x, y)
-    assert fg.step == 1
+    assert fg.steps == 1
     for one, other in zip(net.parameters(), twin.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None
@@ -352,7 +352,7 @@ def test_estimate_in_a_signal_handler() -> None:
         fg.estimate(x, y)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (fg.step, inner.step) == (1, 1)
+    assert (fg.steps, inner.steps) == (1, 1)
 
 
 def test_estimate_in_a_loss_function() -> None:
@@ -360,12 +360,12 @@ def test_estimate_in_a_loss_function() -> None:
     inner = ForwardGradient(other, squared)
     fg = ForwardGradient(net, during(lambda: inner.estimate(x, y)))
     fg.estimate(x, y)
-    assert (fg.step, inner.step) == (1, 1)
+    assert (fg.steps, inner.steps) == (1, 1)
     held = ForwardGradient(other, during(interrupt, 1))
     fg = ForwardGradient(net, during(lambda: held.estimate(x, y)))
     with pytest.raises(KeyboardInterrupt):
         fg.estimate(x, y)
-    assert (fg.step, held.step) == (0, 0)
+    assert (fg.steps, held.steps) == (0, 0)
 
 
 @pytest.mark.parametrize("at", [1, 4, 12])
@@ -448,7 +448,7 @@ def test_a_second_thread_on_one_model_is_refused(
         net, during(lambda: found.extend(run_in_thread(lambda: second.estimate(x, y))))
     )
     fg.estimate(x, y)
-    assert (fg.step, second.step) == (1, 0)
+    assert (fg.steps, second.steps) == (1, 0)
     assert len(found) == 1
     with pytest.raises(FlopsError, match=f"'MainThread' is in the middle of a step.*{names}"):
         raise found[0]
@@ -506,7 +506,7 @@ def test_a_step_inside_a_pass_over_the_same_model_is_refused() -> None:
     fg = ForwardGradient(net, during(lambda: inner.estimate(x, y), at=1))
     with pytest.raises(FlopsError, match="in the middle of a pass of another estimate"):
         fg.estimate(x, y)
-    assert (fg.step, inner.step) == (0, 0)
+    assert (fg.steps, inner.steps) == (0, 0)
     assert not gradients(net)
     inner.estimate(x, y)
 

@@ -16,9 +16,9 @@ import httpx
 import pytest
 import uvicorn
 
-from flops.serve import http_limits as guarding
+from flops.serve import http_limits
 from flops.serve.codec import BINARY, JSON, WireError
-from flops.serve.limits import Guesses
+from flops.serve.limits import WrongKeyLimit
 from tests.support.serving import Server, pixels, query, until
 
 IDLE = int(os.environ.get("FLOPS_TEST_IDLE", "2000"))
@@ -35,9 +35,9 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory) -> Iterator[Server]:
+def keyed(tmp_path_factory) -> Iterator[Server]:
     """With a key, reachable from elsewhere, and with few file descriptors."""
-    folder = tmp_path_factory.mktemp("guarded")
+    folder = tmp_path_factory.mktemp("keyed")
     with Server(folder, "--host", "0.0.0.0", key=KEY, descriptors=300) as running:
         running.url = running.url.replace("0.0.0.0", "127.0.0.1")
         yield running
@@ -150,7 +150,7 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 def test_both_parsers_of_http_are_guarded(parser, monkeypatch) -> None:
     if parser == "h11":
         monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
-    protocol = guarding.guarded(0.3, 3)
+    protocol = http_limits.limited_protocol(0.3, 3)
     assert any(parser in base.__module__ for base in protocol.__mro__)
     config = uvicorn.Config(hello, http=protocol, lifespan="off", log_level="critical")
     running = uvicorn.Server(config)
@@ -206,7 +206,7 @@ def test_an_aborted_body_is_one_line_in_the_log(server) -> None:
     time.sleep(0.5)
     lines = server.log().splitlines()[before:]
     assert len(lines) == 1, lines
-    assert "POST /v1/score: the client went away" in lines[0]
+    assert "POST /v1/score: the client disconnected" in lines[0]
 
 
 def test_pipelined_requests_are_answered_in_order(server) -> None:
@@ -235,23 +235,23 @@ def test_a_flood_of_pipelined_requests_is_cut_cleanly(server) -> None:
     assert b"connection: close" in answers[-1]
 
 
-def test_guesses_are_limited_by_address_before_the_key_is_looked_at() -> None:
-    guesses = Guesses(rate=1, burst=3)
+def test_wrong_keys_are_limited_by_address_before_the_key_is_looked_at() -> None:
+    limit = WrongKeyLimit(rate=1, burst=3)
     for _ in range(3):
-        guesses.check("10.0.0.1")
-        guesses.count("10.0.0.1")
+        limit.check("10.0.0.1")
+        limit.count("10.0.0.1")
     with pytest.raises(WireError, match="too many wrong keys") as caught:
-        guesses.check("10.0.0.1")
+        limit.check("10.0.0.1")
     assert caught.value.status == 429
-    guesses.check("10.0.0.2")
+    limit.check("10.0.0.2")
     for last in range(3):
-        guesses.count(f"2001:db8::{last + 1}")
+        limit.count(f"2001:db8::{last + 1}")
     with pytest.raises(WireError):
-        guesses.check("2001:db8::ffff")  # one network
+        limit.check("2001:db8::ffff")  # one network
 
 
-def test_wrong_keys_are_limited_and_pages_want_the_key(guarded) -> None:
-    with httpx.Client(base_url=guarded.url, trust_env=False) as client:
+def test_wrong_keys_are_limited_and_pages_want_the_key(keyed) -> None:
+    with httpx.Client(base_url=keyed.url, trust_env=False) as client:
         right = {"Authorization": f"Bearer {KEY}"}
         for page in ("/docs", "/openapi.json"):
             assert client.get(page).status_code == 401
@@ -265,7 +265,7 @@ def test_wrong_keys_are_limited_and_pages_want_the_key(guarded) -> None:
         assert statuses.count(401) < 60
         assert answer.headers["retry-after"] == "1"
         # right keys from the same address wait as well, a moment
-        with guarded.client() as patient:
+        with keyed.client() as patient:
             assert patient.info()["classes"]
 
 
@@ -290,9 +290,9 @@ def idle(server: Server, count: int, begin: bytes) -> None:
 @pytest.mark.parametrize(
     "begin", [b"", b"GET /v1/hea", b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"]
 )
-def test_idle_connections_shut_nobody_out(begin, guarded) -> None:
+def test_idle_connections_shut_nobody_out(begin, keyed) -> None:
     """More than the process may have open files: the longest idle ones are closed."""
-    idle(guarded, 350, begin)
+    idle(keyed, 350, begin)
 
 
 @pytest.mark.slow

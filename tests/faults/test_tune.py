@@ -18,7 +18,7 @@ import pytest
 
 from flops.serve.client import ServiceClient
 from flops.serve.local import LocalService
-from flops.serve.store import Ledger, LedgerError
+from flops.serve.store import AnswerStore, StoreError
 from tests.support.serving import Server, faulty, until
 from tests.support.tuning import (
     LEVELS,
@@ -102,8 +102,8 @@ def test_a_service_of_ones_own_ends_with_a_tuner_that_is_killed(tmp_path) -> Non
     finally:
         if not gone(service):
             os.kill(service, signal.SIGKILL)
-    with pytest.raises(LedgerError, match="another model"):  # and not "in use"
-        Ledger(ledger, "x")
+    with pytest.raises(StoreError, match="another model"):  # and not "in use"
+        AnswerStore(ledger, "x")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from flops.cli.main import main
 from flops.tasks.alignment.models import load_encoder, load_language
-from flops.tasks.classification.models import image_format, load_model
+from flops.tasks.models.vit import image_format, load_model
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "src" / "flops" / "tasks" / "assets"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flops.perturb.random import (
+    COMPACT,
     KINDS,
     NoiseStream,
     fill,
@@ -215,7 +216,8 @@ def test_parts_are_the_rows_however_they_are_cut(kind: str) -> None:
     draws = torch.arange(6).repeat(3)
     parts = [(points[a:b], draws[a:b]) for a, b in ((0, 5), (5, 7), (7, 16), (16, 18))]
     truth = stream(kind, 37).rows(points, draws).clone()
-    found = torch.cat([part.clone() for part in stream(kind, 37).parts(parts)])
+    cut = stream(kind, 37)
+    found = torch.cat([cut.buffered(*part).clone() for part in parts])
     assert torch.equal(found, truth)
 
 
@@ -230,14 +232,14 @@ def test_bits_make_the_same_noise_and_its_opposite() -> None:
     assert torch.equal(negative(found), -found)
 
 
-def test_large_parts_come_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flops.perturb.random.COMPACT", 100)
+def test_large_parts_come_as_bits() -> None:
     points, draws = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0])
+    most = COMPACT // 3
     for kind, size, compact in (
-        ("gaussian", 37, True),
-        ("gaussian", 9, False),
-        ("rademacher", 37, 0),
+        ("gaussian", most + 1, True),
+        ("gaussian", most, False),
+        ("rademacher", most + 1, False),
     ):
-        (part,) = stream(kind, size).parts([(points, draws)])
-        assert (part.dtype == torch.int16) == bool(compact)
+        part = stream(kind, size).buffered(points, draws)
+        assert (part.dtype == torch.int16) == compact
         assert torch.equal(values(part, 0, size), stream(kind, size).rows(points, draws))

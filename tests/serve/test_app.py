@@ -307,7 +307,7 @@ def test_unknown_addresses_and_methods(http_client) -> None:
 
 def test_metrics_and_pages_can_be_read(http_client, server, points) -> None:
     with server.client() as client:
-        client.ask(query(points, "for-the-metrics"))
+        client.send(query(points, "for-the-metrics"))
     text = http_client.get("/v1/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["flops_rows_total"]) > 0

@@ -19,10 +19,10 @@ import torch
 
 from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.serve.client import ServiceClient, first_contact
+from flops.serve.client import ServiceClient, check_service
 from flops.serve.codec import digest, encode
 from flops.serve.credentials import read_key
-from flops.serve.retry import Retries, ServiceError, seconds
+from flops.serve.retry import RetryPolicy, ServiceError, seconds
 from tests.support.faulty_proxy import FAULTS
 from tests.support.serving import Server, faulty, pixels, query, until
 
@@ -75,7 +75,7 @@ def ask(url: str, **options):
         return client.score(**vars(query("0" * 64, "k"))), client.counts
 
 
-FAST = {"retries": Retries(4, first=0.001)}
+FAST = {"retries": RetryPolicy(4, initial=0.001)}
 
 
 def test_answers_arrive_one_by_one_and_repeats_are_free(server) -> None:
@@ -83,13 +83,13 @@ def test_answers_arrive_one_by_one_and_repeats_are_free(server) -> None:
         name = client.upload(pixels())
         assert client.upload(pixels()) == name
         queries = [query(name, f"many-{i}", rows=1 + i, seed=i) for i in range(9)]
-        found = dict(client.ask_many(queries))
+        found = dict(client.send_many(queries))
         assert sorted(found) == list(range(9))
         for i, scores in found.items():
             assert scores.logits.shape == (1 + i, 10)
             assert (scores.queries, scores.images, scores.replayed) == (1 + i, 1 + i, False)
         paid = client.usage()["queries"]
-        again = dict(client.ask_many(queries))
+        again = dict(client.send_many(queries))
         assert all(scores.replayed for scores in again.values())
         assert all(torch.equal(again[i].logits, found[i].logits) for i in found)
         assert client.usage()["queries"] == paid
@@ -102,7 +102,7 @@ def test_answers_that_arrived_are_kept_when_another_fails(server) -> None:
         queries = [query(name, f"partial-{i}", seed=i) for i in range(5)]
         queries[2] = query("0" * 64, "partial-2")  # points that are not there
         found = []
-        answers = map(found.append, client.ask_many(queries))
+        answers = map(found.append, client.send_many(queries))
         with pytest.raises(ServiceError, match="404"):
             list(answers)
         found = [position for position, _ in found]
@@ -188,15 +188,15 @@ def contact(url: str, key: str | None = None) -> str:
     """What the first contact says; within 3 seconds, in one line."""
     started = time.monotonic()
     with pytest.raises(ServiceError) as caught:
-        first_contact(url, key)
+        check_service(url, key)
     assert time.monotonic() - started < 3 + SLACK
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_the_first_contact_says_soon_what_is_wrong(server, tmp_path) -> None:
-    first_contact(server.url)
-    first_contact(server.url + "/")
+def test_check_service_says_soon_what_is_wrong(server, tmp_path) -> None:
+    check_service(server.url)
+    check_service(server.url + "/")
     said = contact("http://127.0.0.1:9")
     assert "no service answers at http://127.0.0.1:9 (ConnectError)" in said
     assert "--url" in said
@@ -215,12 +215,12 @@ def test_the_first_contact_says_soon_what_is_wrong(server, tmp_path) -> None:
     assert "is no `flops serve` (status 404" in said
 
 
-def test_the_first_contact_checks_the_key(tmp_path) -> None:
+def test_check_service_checks_the_key(tmp_path) -> None:
     with Server(tmp_path, key="a key") as keyed:
-        first_contact(keyed.url, "a key\n")
-        assert "refuses the key (401): give it with --api-key-env" in contact(keyed.url, "secret")
+        check_service(keyed.url, "a key\n")
+        assert "rejects the key (401): give it with --api-key-env" in contact(keyed.url, "secret")
         assert "secret" not in contact(keyed.url, "secret")
-        assert "wants a key" in contact(keyed.url)
+        assert "needs a key" in contact(keyed.url)
 
 
 @pytest.mark.parametrize("key", ["two\nlines of-a-secret", "n\u00f6-ascii-secret", "", "secret\0"])
@@ -265,7 +265,7 @@ def test_addresses_with_a_password_are_refused_and_not_shown(url, tmp_path) -> N
 def test_jitter_is_full_and_leaves_the_global_generators_alone() -> None:
     random.seed(3)
     states = random.getstate(), torch.get_rng_state()
-    retries = Retries(first=0.1, longest=2)
+    retries = RetryPolicy(initial=0.1, maximum=2)
     for number, bound in ((0, 0.1), (1, 0.2), (3, 0.8), (9, 2), (5000, 2)):
         draws = [retries.jitter(number) for _ in range(400)]
         assert 0 <= min(draws) < 0.05 * bound
@@ -281,9 +281,9 @@ def test_every_answer_comes_through_a_faulty_network_and_is_paid_once(seed, serv
         before = direct.usage()
         queries = [query(name, f"faulty-{seed}-{i}", seed=i) for i in range(40)]
         with faulty(server.port, seed) as (url, done):
-            retries = Retries(60, first=0.01, longest=0.2)
+            retries = RetryPolicy(60, initial=0.01, maximum=0.2)
             with ServiceClient(url, timeout=2, concurrency=8, retries=retries) as client:
-                found = dict(client.ask_many(queries))
+                found = dict(client.send_many(queries))
                 assert client.counts["retries"] > 20
             did = done()
         after = direct.usage()
@@ -297,13 +297,15 @@ def test_every_answer_comes_through_a_faulty_network_and_is_paid_once(seed, serv
 
 def test_the_client_carries_on_when_the_service_is_killed_again_and_again(tmp_path) -> None:
     with Server(tmp_path) as server:
-        with server.client(concurrency=4, retries=Retries(200, 0.05, 0.3), timeout=10) as client:
+        with server.client(
+            concurrency=4, retries=RetryPolicy(200, 0.05, 0.3), timeout=10
+        ) as client:
             name = client.upload(pixels())
             queries = [query(name, f"killed-{i}", rows=24, seed=i) for i in range(150)]
             found: dict[int, torch.Tensor] = {}
 
             def run() -> None:
-                for position, scores in client.ask_many(queries):
+                for position, scores in client.send_many(queries):
                     found[position] = scores.logits
 
             with ThreadPoolExecutor(1) as pool:

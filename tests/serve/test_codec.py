@@ -1,4 +1,4 @@
-"""Bodies and limits, without a process."""
+"""BodyReader and limits, without a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from flops.serve.codec import WireError, decode, encode
-from flops.serve.limits import Bodies, Rate, retry_after
+from flops.serve.limits import BodyReader, TokenBucket, retry_after
 
 TENSORS = {
     "rows": torch.tensor([3, 1, 2]),
@@ -97,7 +97,7 @@ def test_noise_is_refused_and_nothing_else_happens(body) -> None:
 
 def test_rate_lets_a_burst_pass_and_then_one_at_a_time() -> None:
     now = [0.0]
-    rate = Rate(4, lambda: now[0])
+    rate = TokenBucket(4, lambda: now[0])
     for _ in range(4):
         rate.take()
     with pytest.raises(WireError) as caught:
@@ -113,7 +113,7 @@ def test_rate_lets_a_burst_pass_and_then_one_at_a_time() -> None:
         rate.take()
     with pytest.raises(WireError):
         rate.take()
-    unlimited = Rate(0)
+    unlimited = TokenBucket(0)
     for _ in range(1000):
         unlimited.take()
     assert [retry_after(s) for s in (0.01, 1, 1.2)] == ["1", "1", "2"]
@@ -126,7 +126,7 @@ def test_bodies_share_a_bound_and_give_back_what_they_held() -> None:
             yield bytes(10)
 
     async def run() -> None:
-        bodies = Bodies(memory=50, patience=0.2)
+        bodies = BodyReader(memory=50, patience=0.2)
         async with bodies.read(pieces(3), None, 30) as first:
             assert (len(first), bodies.held) == (30, 30)
             for source, announced, most, status in (

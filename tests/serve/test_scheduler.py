@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flops.errors import FlopsError
 from flops.serve.batch_invariance import deviation
-from flops.serve.cache import Slab
-from flops.serve.schema import ScoreRequest, Units
-from flops.serve.scorer import Scorer, Task
+from flops.serve.cache import FeatureCache
+from flops.serve.schema import Encodings, ScoreRequest
+from flops.serve.scorer import ParsedRequest, Scorer
 from flops.tasks.models.clip import PromptedClip
 from tests.support.serving import Server, pixels, query
 
@@ -30,13 +30,13 @@ def server(tmp_path_factory) -> Iterator[Server]:
         yield running
 
 
-def task(seed: int, rows: int, tokens: int = 4) -> Task:
+def task(seed: int, rows: int, tokens: int = 4) -> ParsedRequest:
     asked = vars(query("points", "-", rows, seed, tokens))
     request = ScoreRequest(**{name: value for name, value in asked.items() if name != "key"})
-    return Task(request, Units.of(request, 10), pixels())
+    return ParsedRequest(request, Encodings.of(request, 10), pixels())
 
 
-def expected(model: PromptedClip, asked: Task) -> Tensor:
+def expected(model: PromptedClip, asked: ParsedRequest) -> Tensor:
     request = asked.request
     with torch.inference_mode():
         text = model.text_features(request.text)[request.text_of]
@@ -56,7 +56,7 @@ def test_a_crowd_changes_no_bit(server) -> None:
         ]
         crowd = [query(name, f"crowd-{i}", rows, i, tokens) for i, rows, tokens in asked]
         with ThreadPoolExecutor(48) as pool:
-            together = [scores.logits for scores in pool.map(client.ask, crowd)]
+            together = [scores.logits for scores in pool.map(client.send, crowd)]
         alone += [
             client.score(**vars(query(name, f"alone-{i}", rows, i, tokens))).logits
             for i, rows, tokens in asked[6:]
@@ -94,10 +94,10 @@ def test_shared_prompts_are_encoded_once(model) -> None:
         asked.request.image[:1],
         torch.zeros(30, dtype=torch.int64),
     )
-    units = Units.of(request, 10)
-    scorer.score([Task(request, units, pixels())])
+    encodings = Encodings.of(request, 10)
+    scorer.score([ParsedRequest(request, encodings, pixels())])
     different = len(set(request.rows.tolist()))
-    assert (units.cost.texts, units.cost.images) == (10, different)
+    assert (encodings.cost.texts, encodings.cost.images) == (10, different)
     assert scorer.cache["text_misses"] == 1
     assert scorer.cache["image_misses"] == different
     assert scorer.batches == 2
@@ -115,10 +115,10 @@ def test_caches_are_bounded_and_forget_the_oldest(model) -> None:
 
 
 def test_slab_keeps_what_was_used_last() -> None:
-    slab = Slab(3, [2])
-    assert slab.claim(iter("abc"))[1] == {"a": 0, "b": 1, "c": 2}
-    slab.claim(iter("a"))
-    slots, missing = slab.claim(iter("dad"))
+    cache = FeatureCache(3, [2])
+    assert cache.claim(iter("abc"))[1] == {"a": 0, "b": 1, "c": 2}
+    cache.claim(iter("a"))
+    slots, missing = cache.claim(iter("dad"))
     assert missing == {"d": 1}
     assert slots == [1, 0, 1]
 

@@ -1,4 +1,4 @@
-"""The ledger: an answer is paid once, whatever happens."""
+"""The answer store: an answer is paid once, whatever happens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from flops.serve.codec import BINARY
 from flops.serve.retry import ServiceError
-from flops.serve.store import Answer, Cost, Ledger, LedgerError
+from flops.serve.store import AnswerStore, RequestCost, StoredAnswer, StoreError
 from tests.support.serving import Server, pixels, query, until
 
 
@@ -43,7 +43,7 @@ def test_concurrent_repeats_are_computed_once(server) -> None:
         before = client.usage()
         with ThreadPoolExecutor(16) as pool:
             asked = [query(name, "together", rows=64, seed=3) for _ in range(16)]
-            found = list(pool.map(client.ask, asked))
+            found = list(pool.map(client.send, asked))
         assert sum(not scores.replayed for scores in found) == 1
         assert all(torch.equal(scores.logits, found[0].logits) for scores in found)
         after = client.usage()
@@ -82,14 +82,14 @@ def test_answers_points_and_totals_survive_a_kill(tmp_path) -> None:
 
 
 def test_no_answer_leaves_before_it_is_in_the_ledger(server) -> None:
-    """While somebody else holds the ledger, the answer is computed, but nobody gets it."""
+    """While somebody else holds the store, the answer is computed, but nobody gets it."""
     with server.client(attempts=1) as client, ThreadPoolExecutor(1) as pool:
         name = client.upload(pixels())
         client.score(**vars(query(name, "warm", seed=20)))
         before = client.usage()["requests"]
         other = sqlite3.connect(server.ledger, isolation_level=None)
         other.execute("begin immediate")
-        asked = pool.submit(client.ask, query(name, "held", seed=21))
+        asked = pool.submit(client.send, query(name, "held", seed=21))
         assert wait([asked], timeout=1.5).not_done
         assert client.usage()["requests"] == before
         other.execute("rollback")
@@ -99,7 +99,7 @@ def test_no_answer_leaves_before_it_is_in_the_ledger(server) -> None:
 
 
 def test_whoever_does_not_fit_into_the_queue_is_told_to_come_back(tmp_path) -> None:
-    """The ledger is held, so the first request stays; there is room for one."""
+    """The store is held, so the first request stays; there is room for one."""
     with (
         Server(tmp_path, "--max-queue", "1") as small,
         small.client(attempts=1) as hasty,
@@ -110,11 +110,11 @@ def test_whoever_does_not_fit_into_the_queue_is_told_to_come_back(tmp_path) -> N
         other = sqlite3.connect(small.ledger, isolation_level=None)
         other.execute("begin immediate")
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(hasty.ask, query(name, "first", seed=21))
+            first = pool.submit(hasty.send, query(name, "first", seed=21))
             assert wait([first], timeout=0.5).not_done
-            with pytest.raises(ServiceError, match="429: 1 requests wait"):
+            with pytest.raises(ServiceError, match="429: 1 requests are in flight"):
                 hasty.score(**vars(query(name, "second", seed=22)))
-            second = pool.submit(patient.ask, query(name, "second", seed=22))
+            second = pool.submit(patient.send, query(name, "second", seed=22))
             until(lambda: patient.counts["retries"] > 0)
             other.execute("rollback")
             other.close()
@@ -139,9 +139,9 @@ def test_only_the_owner_reads_the_ledger(server, tmp_path) -> None:
     files = sorted(server.ledger.parent.glob("ledger.sqlite*"))
     assert {path.suffix for path in files} >= {".sqlite", ".sqlite-wal", ".sqlite-shm"}
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    Ledger(tmp_path / "old.sqlite", "one").close()
+    AnswerStore(tmp_path / "old.sqlite", "one").close()
     (tmp_path / "old.sqlite").chmod(0o644)  # of an earlier version
-    Ledger(tmp_path / "old.sqlite", "one").close()
+    AnswerStore(tmp_path / "old.sqlite", "one").close()
     assert (tmp_path / "old.sqlite").stat().st_mode & 0o777 == 0o600
 
 
@@ -170,7 +170,7 @@ def test_what_has_changed_on_disk_is_noticed_and_not_paid_for_again(tmp_path) ->
             assert again.replayed  # computed again, and free
             assert client.usage()["queries"] == 6
             assert client.score(**vars(query(name, "flipped"))).replayed
-        assert server.log().count("the answer flipped in the ledger is damaged") == 1
+        assert server.log().count("the answer flipped in the store is damaged") == 1
         server.kill(signal.SIGTERM)
         flip(server.ledger, "points")
         server.start()
@@ -185,16 +185,16 @@ def test_what_has_changed_on_disk_is_noticed_and_not_paid_for_again(tmp_path) ->
 
 def test_a_ledger_without_checksums_gets_them(tmp_path) -> None:
     path = tmp_path / "ledger.sqlite"
-    ledger = Ledger(path, "one")
+    ledger = AnswerStore(path, "one")
     ledger.keep([kept("a"), kept("b")], lambda error: None)
     ledger.close()
     with sqlite3.connect(path) as old:
         old.execute("alter table answers drop column checksum")
     old.close()
-    ledger = Ledger(path, "one")
+    ledger = AnswerStore(path, "one")
     assert ledger.find("a") == kept("a")
     ledger.close()
-    ledger = Ledger(path, "one")
+    ledger = AnswerStore(path, "one")
     assert ledger.find("b") == kept("b")
     ledger.close()
 
@@ -261,31 +261,31 @@ def test_a_ledger_that_is_no_database_any_more_is_no_crash(tmp_path) -> None:
         server.ledger.write_bytes(data)
         server.start()
         with server.client(attempts=1) as client:
-            with pytest.raises(ServiceError, match=r"503: the ledger cannot be read"):
+            with pytest.raises(ServiceError, match=r"503: the answer store cannot be read"):
                 client.score(**vars(query(name, "first")))
             assert client.info()["classes"]
     assert "Traceback" not in server.log()
 
 
-def kept(key: str) -> Answer:
-    return Answer(key, "d", b"logits", Cost(2, 20, 2))
+def kept(key: str) -> StoredAnswer:
+    return StoredAnswer(key, "d", b"logits", RequestCost(2, 20, 2))
 
 
 def test_a_ledger_of_another_model_is_refused(tmp_path) -> None:
     path = tmp_path / "deep" / "ledger.sqlite"
-    Ledger(path, "one").close()
-    with pytest.raises(LedgerError, match="another model"):
-        Ledger(path, "two")
-    Ledger(path, "one").close()
+    AnswerStore(path, "one").close()
+    with pytest.raises(StoreError, match="another model"):
+        AnswerStore(path, "two")
+    AnswerStore(path, "one").close()
     other = tmp_path / "text"
     other.write_text("this is no database, whatever its name may be")
-    with pytest.raises(LedgerError, match="cannot be opened"):
-        Ledger(other, "one")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        AnswerStore(other, "one")
 
 
 def test_an_answer_that_cannot_be_written_is_reported_and_not_kept(tmp_path) -> None:
     """The second has the key of the first: the whole group is undone."""
-    ledger = Ledger(tmp_path / "ledger.sqlite", "one")
+    ledger = AnswerStore(tmp_path / "ledger.sqlite", "one")
     errors: list[Exception | None] = []
     ledger.keep([kept("a")], errors.append)
     ledger.keep([kept("b"), kept("b")], errors.append)
@@ -293,7 +293,7 @@ def test_an_answer_that_cannot_be_written_is_reported_and_not_kept(tmp_path) -> 
     ledger.close()
     assert len(errors) == 3
     assert isinstance(errors[1], sqlite3.Error)
-    reopened = Ledger(tmp_path / "ledger.sqlite", "one")
+    reopened = AnswerStore(tmp_path / "ledger.sqlite", "one")
     held = [key for key in "abc" if reopened.find(key)]
     assert "b" not in held
     assert held == [key for key, error in zip("abc", errors, strict=True) if error is None]

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from flops import SPSA, ForwardGradient, Group, LikelihoodRatio
-from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
-from flops.engine import allocation
-from flops.engine import queries as querying
-from flops.engine import rows as planning
-from flops.engine.meetings import at_once
+from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman
+from flops.engine.allocation import PILOT
+from flops.engine.gradients import Collector
+from flops.engine.rows import plan_rows
+from flops.engine.step import GroupStep, QueryLoop, run_query
+from flops.perturb.rows import Rows
 from tests.conftest import flat, gradients
 from tests.statistical.helpers import assert_mean
 
@@ -102,11 +103,11 @@ def test_the_mean_is_the_gradient_for_other_estimators(name: str, estimator: Any
 def row_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row weighs the same, so a point weighs as much as it has queries."""
 
-    def plan(counts: Tensor, unit: int) -> planning.Rows:
-        rows = planning.plan(counts, unit)
+    def plan(counts: Tensor, unit: int) -> Rows:
+        rows = plan_rows(counts, unit)
         return replace(rows, weights=torch.full_like(rows.weights, len(counts) / len(rows)))
 
-    monkeypatch.setattr(querying, "plan", plan)
+    monkeypatch.setattr("flops.engine.rows.plan_rows", plan)
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "gaussian", "neyman"])
@@ -118,46 +119,50 @@ def test_row_means_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert_mean(samples, problem.truth())
 
 
-class Pooled:
-    """An estimator that pools the pilot with the later queries of a point, by 1/A_j.
+def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pilots pooled with the later queries by 1/A_j: counts depend on the noise they weight."""
+    write, plan = GroupStep.write, GroupStep.plan
 
-    It rescales the rows' weights of both estimates to 1 / (pilot + later), which needs the later
-    counts: those are known when the pilot's estimate is repeated with its own noise.
-    """
+    def estimated(self: Any) -> Any:
+        total, found = self.counts, Collector()
+        first = torch.full_like(total, self.allocator.pilot)
 
-    def __init__(self, estimator: LikelihoodRatio) -> None:
-        self.estimator = estimator
-
-    def gradients(self, binding: Any, queries: Any, draws: Tensor, total: Tensor) -> Any:
-        original = planning.plan
-
-        def plan(counts: Tensor, unit: int) -> planning.Rows:
-            rows = original(counts, unit)
+        def weighted(counts: Tensor, unit: int) -> Rows:
+            rows = plan_rows(counts, unit)
             return replace(rows, weights=1 / total[rows.points].double())
 
-        querying.plan = plan
-        try:
-            return self.estimator.estimate(binding, replace(queries, counts=draws)).gradients
-        finally:
-            querying.plan = original
+        key = self._queries.key
+        with monkeypatch.context() as planted:
+            planted.setattr("flops.engine.rows.plan_rows", weighted)
+            for counts, keyed in ((first, (*key, PILOT)), (total - first, key)):
+                part = GroupStep(
+                    self.group,
+                    self._binding,
+                    Fixed(counts),
+                    replace(self._signal, budget=int(counts.sum())),
+                    replace(self._queries, key=keyed),
+                    lambda _: self.runner,
+                    self._ranks,
+                )
+                loop = QueryLoop([part], len(total), 1000, self._ranks)
+                while (query := loop.next()) is not None:
+                    loop.tell(query, run_query(query))
+                write(part, found)
+        return found.gradients
 
+    def planned(self: Any) -> Any:
+        found = plan(self)
+        if found is None and self.allocator.pilot:  # all is asked, and can still be replayed
+            self.pooled = estimated(self)
+        return found
 
-def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`spend` with pilots pooled: the counts depend on the pilot's slopes, which they weight."""
-    original = allocation.spend
+    def written(self: Any, writer: Any, exact: Any = None, scale: float = 1.0) -> None:
+        for parameter, gradient in self.pooled.items():
+            writer.take(parameter, gradient)
+        self.snr = 0.0
 
-    def spend(group: Any, binding: Any, allocator: Any, signal: Any, queries: Any) -> Any:
-        spent = original(group, binding, allocator, signal, queries)
-        first = torch.full((queries.size,), allocator.pilot)
-        later, pool = spent.counts - first, Pooled(group.estimator)
-        early_queries = replace(queries, key=(*queries.key, allocation.PILOT))
-        early = pool.gradients(binding, early_queries, first, spent.counts)
-        late = pool.gradients(binding, queries, later, spent.counts)
-        return replace(spent, gradients={p: early[p] + late[p] for p in early})
-
-    monkeypatch.setattr(
-        "flops.engine.forward_gradient.spending", lambda *given: at_once(spend(*given))
-    )
+    monkeypatch.setattr(GroupStep, "plan", planned)
+    monkeypatch.setattr(GroupStep, "write", written)
 
 
 def test_pooled_pilots_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

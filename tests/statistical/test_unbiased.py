@@ -13,9 +13,9 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
 from flops.allocators import Fixed
-from flops.engine import queries as querying
-from flops.engine import rows as planning
-from flops.estimators import shared_parameters
+from flops.engine.rows import plan_rows
+from flops.estimators.shared_parameters import SharedEstimation
+from flops.perturb.rows import Rows
 from tests.conftest import flat, gradients, squared
 from tests.statistical.helpers import REPLICATES, assert_mean
 
@@ -143,31 +143,31 @@ def test_large_sigma_gives_the_smoothed_gradient(sigma: float, baseline: str) ->
 
 
 def _inverted_sigma(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LikelihoodRatio._difference
-    monkeypatch.setattr(LikelihoodRatio, "_difference", lambda s, *a: original(s, *a) / s.sigma**2)
+    original = LikelihoodRatio.derivatives
+    monkeypatch.setattr(LikelihoodRatio, "derivatives", lambda s, *a: original(s, *a) / s.sigma**2)
 
 
 def _flipped_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LikelihoodRatio._difference
-    monkeypatch.setattr(LikelihoodRatio, "_difference", lambda s, *a: -original(s, *a))
+    original = LikelihoodRatio.derivatives
+    monkeypatch.setattr(LikelihoodRatio, "derivatives", lambda s, *a: -original(s, *a))
 
 
 def _row_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(counts: Tensor, unit: int) -> planning.Rows:
-        rows = planning.plan(counts, unit)
+    def plan(counts: Tensor, unit: int) -> Rows:
+        rows = plan_rows(counts, unit)
         return replace(rows, weights=torch.full_like(rows.weights, len(counts) / len(rows)))
 
-    monkeypatch.setattr(querying, "plan", plan)
+    monkeypatch.setattr("flops.engine.rows.plan_rows", plan)
 
 
 def _partners_on_different_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(counts: Tensor, unit: int) -> planning.Rows:
-        rows = planning.plan(counts, unit)
+    def plan(counts: Tensor, unit: int) -> Rows:
+        rows = plan_rows(counts, unit)
         points = rows.points.clone()
         points[1::2] = (points[1::2] + 1) % len(counts)
         return replace(rows, points=points)
 
-    monkeypatch.setattr(querying, "plan", plan)
+    monkeypatch.setattr("flops.engine.rows.plan_rows", plan)
 
 
 @pytest.mark.parametrize(
@@ -203,18 +203,18 @@ def test_drifting_parameters_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     case.samples(estimator, 4)
     assert unchanged()
 
-    def shift(options, queries, draw, sign, number, unit, kept):
+    def shift(self, draw, sign, number, unit):
         def action(forward, args, kwargs):
             for direction in (1, -1):
                 if direction == -1:
                     out = forward(*args, **kwargs)
-                for place, p in enumerate(unit.parameters.values()):
-                    z = shared_parameters._draw(options, queries, draw, number, place, p)
-                    p.data.add_(z, alpha=direction * sign * options.sigma)
+                for place, (path, p) in enumerate(unit.parameters.items()):
+                    z = self._noise(draw, number, unit, place, path)
+                    p.data.add_(z, alpha=direction * sign * estimator.sigma)
             return out
 
         return action
 
-    monkeypatch.setattr(shared_parameters, "_shift", shift)
+    monkeypatch.setattr(SharedEstimation, "_shift", shift)
     case.samples(estimator, 4)
     assert not unchanged()

@@ -1,12 +1,14 @@
-"""What hangs on rounding must not decide: signs of eigenvectors, and ridges that are alike."""
+"""Moments and their sketches. What hangs on rounding must not decide: signs, ridges."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.subspace.moments import Factor, signed
+from flops.subspace.moments import DENSE, SKETCH, Change, Factor, Moments, signed
+from tests.conftest import cosine, exact, squared
 from tests.support.parallel_cases import Words, batch, losses
 
 
@@ -55,3 +57,54 @@ def test_where_all_directions_are_asked_the_ridge_stays() -> None:
             asked_all += 1
             assert fg.memory["late"]["ridge"] == before
     assert asked_all > 3
+
+
+def test_a_sketch_finds_what_a_matrix_finds() -> None:
+    """An axis above 2,048: leading eigenpairs and trace of a drifting low-rank moment."""
+    size = DENSE + 100
+    basis = torch.linalg.qr(torch.randn(size, 4, dtype=torch.float64)).Q
+    scale = torch.tensor([8.0, 4.0, 2.0, 1.0]).double()
+    sketch, none = Factor.empty(size, torch.float64), torch.zeros(size, 0).double()
+    assert sketch.matrix is None
+    dense = torch.zeros(size, size).double()
+    for number in range(6):
+        rows = torch.randn(40, 4).double() * scale.sqrt() @ basis.T
+        noisy = rows + 0.02 * torch.randn(40, size).double()
+        change = Change(noisy, noisy[:5], 0.01, none, none[0])
+        sketch = sketch.updated(0.9, change, number)
+        dense = 0.9 * dense + change.times(torch.eye(size).double())
+    vectors, values, rest = sketch.eigenpairs()
+    true = torch.linalg.eigvalsh(dense).flip(0)
+    torch.testing.assert_close(values[:4], true[:4], rtol=1e-3, atol=0)
+    assert float((vectors[:, :4].T @ basis).square().sum()) == pytest.approx(4, abs=0.1)
+    left_out = (dense.trace() - values.sum()) / (size - len(values))
+    assert rest == pytest.approx(max(0.0, float(left_out)), rel=1e-6, abs=1e-9)
+
+
+def test_a_large_site_learns_from_its_sketch() -> None:
+    """A site that starts as a sketch stays one, so that one problem can be learned both ways."""
+    width = SKETCH + 32
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2, bias=False)).double()
+    x, y = torch.randn(12, 3).double(), torch.randn(12, 2).double()
+    truth = exact(model, squared, x, y)["0.weight"]
+    late = []
+    for dense in (True, False):
+        groups = [
+            Group(model[0], LikelihoodRatio(1e-6, shaping=Shaping()), queries=8, name="site"),
+            Group(model[1], LikelihoodRatio(), queries=2),
+        ]
+        fg = ForwardGradient(model, squared, groups)
+        if not dense:
+            none = torch.zeros(width, 0).double()
+            sketch = Factor(None, none, none[0], 0.0)
+            empty = Moments(Factor.empty(1, torch.float64), sketch)
+            fg.memory["site"] = {"moments": [empty.to_memory()]}
+        found = []
+        for _ in range(100):
+            model.zero_grad()
+            fg.estimate(x, y)
+            found.append(cosine(model[0].weight.grad, truth))
+        assert (fg.memory["site"]["moments"][0]["channels"]["matrix"] is None) != dense
+        assert sum(found[:4]) / 4 < 0.8
+        late.append(sum(found[-5:]) / 5)
+    assert min(late) > 0.98

@@ -70,7 +70,7 @@ def test_a_planted_subspace_is_found(kind: str) -> None:
     errors = [relative(step(fg, x, y), truth) for _ in range(120)]
     assert min(errors[:4]) > 0.1  # isotropic: far off
     assert max(errors[-5:]) < 1e-5
-    assert fg.memory["prompt"]["captured"] > 0.99
+    assert fg.memory["prompt"]["explained_variance"] > 0.99
 
 
 def test_shaped_beats_isotropic_at_equal_queries() -> None:
@@ -215,15 +215,14 @@ def test_padding_has_no_noise() -> None:
     torch.testing.assert_close(every, every[:1].expand_as(every), rtol=1e-12, atol=1e-12)
 
 
-def test_grids_of_single_parameters_and_of_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grids_of_single_parameters_and_of_few_values() -> None:
     model, x, y = case("attending")
     fg = engine(model, shaped("es"))
     fg.estimate(x, y)
     (layout,) = fg._layouts._known.values()
     entries = shaped_parameters._side_by_side(layout.bindings[0])
     assert shaped_parameters._grids(entries) == [Grid(0, 1, 24)]
-    monkeypatch.setattr(shaped_parameters, "FLAT", 23)
-    assert shaped_parameters._grids(entries) == [Grid(0, 2, 4), Grid(8, 4, 4)]
+    assert shaped_parameters._grids(entries, flat=23) == [Grid(0, 2, 4), Grid(8, 4, 4)]
     assert shaped_parameters._grids(entries[:1]) == [Grid(0, 2, 4)]
 
 

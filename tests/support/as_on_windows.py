@@ -117,12 +117,12 @@ def estimate() -> None:
 
 def train(folder: Path) -> None:
     """A run that is stopped is continued; its checkpoints replace each other."""
-    from flops.tasks.classification.config import Config
+    from flops.tasks.classification.config import FinetuneConfig
     from flops.training.loop import train
     from flops.training.run_directory import new_folder
 
-    config = Config(limit=48, batch=16, queries=2, epochs=2, checkpoint_steps=1)
-    output = new_folder(Config(data="hub:name", seed=1), folder)
+    config = FinetuneConfig(limit=48, batch=16, queries=2, epochs=2, checkpoint_steps=1)
+    output = new_folder(FinetuneConfig(data="hub:name", seed=1), folder)
     config = type(config)(**{**vars(config), "output": str(output)})
     done = train(config)
     assert done.evaluations
@@ -133,9 +133,9 @@ def train(folder: Path) -> None:
 def keep_cells(folder: Path) -> None:
     """Results of a study are written, replaced and read."""
     from flops.experiments.cells import Cell
-    from flops.experiments.starts import Start
+    from flops.experiments.warm_starts import WarmStart
 
-    cell = Cell("part", len, Start(model="random:vit-base", data='a/b:"c"?', steps=0))
+    cell = Cell("part", len, WarmStart(model="random:vit-base", data='a/b:"c"?', steps=0))
     for found in (1, 2):
         cell.save(folder, {"found": found, "name": "größer"})
         assert cell.load(folder) == {"found": found, "name": "größer"}

@@ -1,6 +1,7 @@
 """The estimators once more, slowly: one row at a time, by hooks, without replay or thin products.
 
-Only the noise and its layout are taken from the library, so that results can be compared exactly.
+The noise is the documented stream, made in plain Python. Only the places that pointwise parameter
+noise has in a row are taken from the library.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flops import ForwardGradient, Shared
 from flops.estimators.parameter_noise import _layout
-from flops.perturb.random import NoiseStream, fill, words
+from tests.support.noise import noise as keyed_noise
 
 Run = Callable[[int], Tensor]
 
@@ -80,11 +81,10 @@ def brute_lr(
     with torch.no_grad():
         width = sum(out.numel() for out in outputs_of(run, 0, sites))
     draws = queries // estimator.unit
-    stream = NoiseStream(estimator.noise, (0, 0, number), list(range(size)), [draws] * size, width)
     total: dict[nn.Parameter, Tensor] = {}
     for j in range(size):
         with torch.no_grad():
-            noise = stream.take(j, 0, draws).double()
+            noise = keyed_noise(estimator.noise, (0, 0, number, j), draws, width)
             clean = run(j)
             delta = torch.zeros(width, dtype=torch.double)
             for z in noise:
@@ -166,8 +166,9 @@ def brute_shared(
             noise = []
             for u, (module, parameters) in enumerate(units):
                 for place, p in enumerate(parameters):
-                    z = fill(estimator.noise, 1, p.numel(), words(0, 0, number, draw, u, place))
-                    noise.append(_without_padding(z.double().reshape(p.shape), module))
+                    key = (0, 0, number, draw, u, place)
+                    z = keyed_noise(estimator.noise, key, 1, p.numel()).reshape(p.shape)
+                    noise.append(_without_padding(z, module))
 
             def loss(sign: float) -> Tensor:
                 shifts = iter(noise)
@@ -214,12 +215,11 @@ def brute_pointwise(
     (layout,) = fg._layouts._known.values()
     entries, width = _layout(layout.bindings[number])
     draws, sigma = queries // estimator.unit, estimator.sigma
-    stream = NoiseStream("rademacher", (0, 0, number), list(range(size)), [draws] * size, width)
     total: dict[nn.Parameter, Tensor] = {}
     with torch.no_grad():
         for j in range(size):
             clean = run(j)
-            for row in stream.take(j, 0, draws).double():
+            for row in keyed_noise("rademacher", (0, 0, number, j), draws, width):
                 places = []
                 for e in entries:
                     z = row[e.offset : e.offset + e.out]

@@ -28,7 +28,7 @@ from flops import ES, SPSA, DeepZero, Exact, ForwardGradient, Group, LikelihoodR
 from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
 from flops.errors import PrecisionWarning
-from flops.estimators import mezo
+from flops.presets import mezo
 
 AGAIN = 3  # signals into one step, before it is repeated undisturbed
 STEPS = 3  # of one engine: the first looks at the model, the later ones know it
@@ -100,7 +100,7 @@ def engine(case: str, model: nn.Module) -> ForwardGradient:
     else:
         parts = [model.table, model.early, model.late]  # type: ignore[list-item]
         groups = [Group(m, estimator, 4, name=f"part {i}") for i, m in enumerate(parts)]
-    return ForwardGradient(model, losses, groups, allocator(), chunk=8)
+    return ForwardGradient(model, losses, groups, allocator=allocator(), chunk=8)
 
 
 def batch(step: int) -> dict[str, Any]:
@@ -247,20 +247,20 @@ class Campaign:
                     case = names[self._random.randrange(len(names))]
                     model = _made()
                     fg, sound = engine(case, model), True
-                    while fg.step < STEPS and sent < count and sound:
-                        step = fg.step
+                    while fg.steps < STEPS and sent < count and sound:
+                        step = fg.steps
                         for _ in range(min(AGAIN, count - sent)):
                             sent += 1
                             sound = sound and self._attempt(sender, case, model, fg)
-                            if not sound or fg.step > step:
+                            if not sound or fg.steps > step:
                                 break
-                        if sound and fg.step == step:
+                        if sound and fg.steps == step:
                             sound = self._repeat(case, model, fg)
         finally:
             signal.signal(signal.SIGINT, before)
 
     def _attempt(self, sender: Sender, case: str, model: nn.Module, fg: ForwardGradient) -> bool:
-        step = fg.step
+        step = fg.steps
         duration, _ = self._references[case][step]
         model.zero_grad()
         outside, values, around = _outside(model), _values(model), _surroundings()
@@ -298,13 +298,13 @@ class Campaign:
             wrong.append("values")
         now = _gradients(model)
         whole = self._references[case][step][1]
-        if fg.step == step + 1:
+        if fg.steps == step + 1:
             wrong += ["gradients"] if now != whole else []
-        elif now != untouched or fg.step != step:
+        elif now != untouched or fg.steps != step:
             wrong.append("gradients")
         elif str(fg.state_dict()) != state:
             wrong.append("state")
-        self.outcomes["left" if left and fg.step == step else "done"] += 1
+        self.outcomes["left" if left and fg.steps == step else "done"] += 1
         if wrong:
             self.faults.append((case, ", ".join(wrong)))
             _mend(around)
@@ -313,9 +313,9 @@ class Campaign:
     def _repeat(self, case: str, model: nn.Module, fg: ForwardGradient) -> bool:
         """The same step again, undisturbed: it finds what it would have found before."""
         model.zero_grad()
-        _, whole = self._references[case][fg.step]
+        _, whole = self._references[case][fg.steps]
         try:
-            fg.estimate(**batch(fg.step))
+            fg.estimate(**batch(fg.steps))
         except Exception as error:
             self.faults.append((case, f"next: {error!r}"[:60]))
             return False

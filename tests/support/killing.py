@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flops.optional import require
-from flops.tasks.classification.config import Config, from_dict
+from flops.tasks.classification.config import FinetuneConfig
 from flops.training.loop import train
 from flops.training.run_directory import is_run
 
@@ -44,7 +44,7 @@ def reached(moment: str, folder: Path) -> Callable[[], bool]:
     return {"lines": lines, "writing": writing, "seconds": seconds}[kind]
 
 
-def process(config: Config) -> int:
+def process(config: FinetuneConfig) -> int:
     child = os.fork()
     if child == 0:
         code = 1
@@ -57,7 +57,7 @@ def process(config: Config) -> int:
 
 
 def main(settings: str, moments: list[str]) -> None:
-    config = from_dict(json.loads(settings))
+    config = FinetuneConfig(**json.loads(settings))
     folder = Path(str(config.output))
     for name in ("transformers.models.vit.modeling_vit", "sklearn.datasets", "matplotlib.figure"):
         require(name)

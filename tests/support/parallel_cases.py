@@ -28,8 +28,8 @@ from flops import (
 )
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator
-from flops.engine.collectives import Team
-from flops.estimators import mezo
+from flops.engine.collectives import Collectives
+from flops.presets import mezo
 
 STEPS = 8
 CASES: dict[str, tuple[Any, Callable[[], Allocator]]] = {
@@ -84,8 +84,8 @@ def train(name: str, size: int = 6, group: Any = "auto") -> dict[str, Any]:
     groups = [Group(m, estimator, 6, name=f"part {i}") for i, m in enumerate(parts)]
     if name == "mezo":
         groups = mezo(model)
-    team = Team.find(group)
-    fg = ForwardGradient(model, losses, groups, allocator(), process_group=team, chunk=8)
+    ranks = Collectives.of(group)
+    fg = ForwardGradient(model, losses, groups, allocator=allocator(), process_group=ranks, chunk=8)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     found: dict[str, Any] = {"reports": []}
     for step in range(STEPS):
@@ -96,7 +96,7 @@ def train(name: str, size: int = 6, group: Any = "auto") -> dict[str, Any]:
         counts = {n: c.tolist() for n, c in report.counts.items()}
         found["reports"].append((report.loss, report.queries, cost, counts, dict(report.snr)))
         optimizer.step()
-    found["sent"] = team.sent / STEPS
+    found["sent"] = ranks.sent / STEPS
     found["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
     found["gradients"] = torch.cat(
         [p.grad.flatten() for p in model.parameters() if p.grad is not None]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flops.serve.client import Query, ServiceClient
+from flops.serve.client import KeyedScoreRequest, ServiceClient
 
 TEXT = IMAGE = 64  # widths of the bundled model
 
@@ -119,10 +119,12 @@ def pixels(count: int = 12) -> Tensor:
     return torch.randint(0, 256, (count, 28, 28), generator=source, dtype=torch.uint8)
 
 
-def query(points: str, key: str, rows: int = 6, seed: int = 0, tokens: int = 4) -> Query:
+def query(
+    points: str, key: str, rows: int = 6, seed: int = 0, tokens: int = 4
+) -> KeyedScoreRequest:
     """Rows of random points, each with prompts of its own."""
     source = torch.Generator().manual_seed(seed)
-    return Query(
+    return KeyedScoreRequest(
         points,
         torch.randint(0, 12, (rows,), generator=source),
         0.3 * torch.randn(rows, tokens, TEXT, generator=source),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from flops import ForwardGradient, Group, LikelihoodRatio
-from flops.cli.align import AlignConfig
-from flops.tasks.alignment.adapter import AlignmentModel, losses_as_they_are
+from flops.tasks.alignment.adapter import AlignmentModel, identity_loss
+from flops.tasks.alignment.config import AlignConfig
 from flops.tasks.alignment.models import Language, load_encoder, load_language
 from flops.tasks.alignment.task import Alignment
 from flops.tasks.data.captions import (
@@ -18,8 +16,8 @@ from flops.tasks.data.captions import (
     INSTRUCTION,
     TEMPLATES,
     class_captions,
+    few_shot_instruction,
     noun,
-    shown_how,
 )
 from flops.tasks.data.fashion import CLASSES
 from flops.tasks.data.images import FASHION_CLASSES
@@ -49,9 +47,9 @@ def model_of(
 ) -> AlignmentModel:
     opening = torch.tensor([], dtype=torch.long)
     if instruction is not None:
-        opening = language.opening(instruction)
+        opening = language.prefix_tokens(instruction)
     model = AlignmentModel(language.model, WIDTH, opening, tokens)
-    model.begin(torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(2)), seed=0)
+    model.reset_adapter(torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(2)), seed=0)
     return model.eval()
 
 
@@ -78,7 +76,7 @@ def test_the_loss_is_that_of_the_plain_computation(
     model, given = model_of(language, instruction, tokens), inputs(language)
     opening = torch.tensor([], dtype=torch.long)
     if instruction is not None:
-        opening = language.opening(instruction)
+        opening = language.prefix_tokens(instruction)
     with torch.no_grad():
         found, wanted = model(**given), plain_losses(model, given, opening)
     assert found.shape == (6,)
@@ -91,11 +89,11 @@ def test_a_pass_leaves_nothing_behind_for_the_next(language: Language) -> None:
     with torch.no_grad():
         first = model(**given)
         model(**{name: value[:2] for name, value in given.items()})
-        model.speak(given["features"][:3], language.end)
+        model.generate(given["features"][:3], language.end)
         again = model(**given)
     assert torch.equal(first, again)
     lengths = {model.get_buffer(name).size(2) for name, _ in model.named_buffers() if "key" in name}
-    assert lengths == {len(language.opening(INSTRUCTION))}
+    assert lengths == {len(language.prefix_tokens(INSTRUCTION))}
 
 
 def test_padding_changes_nothing_and_is_not_counted(language: Language) -> None:
@@ -120,7 +118,7 @@ def test_a_fresh_adapter_speaks_as_loud_as_words(language: Language) -> None:
     model = model_of(language)
     features = torch.randn(200, WIDTH) * 3 + 1
     state = torch.random.get_rng_state()
-    model.begin(features, seed=5)
+    model.reset_adapter(features, seed=5)
     assert torch.equal(state, torch.random.get_rng_state())
     with torch.no_grad():
         loud = (
@@ -132,7 +130,7 @@ def test_a_fresh_adapter_speaks_as_loud_as_words(language: Language) -> None:
 def engine(model: AlignmentModel, queries: int, noise: str, sigma: float) -> ForwardGradient:
     estimator = LikelihoodRatio(sigma, "block", baseline="antithetic", noise=noise)
     groups = [Group(model.adapter, estimator, 2 * queries)]
-    return ForwardGradient(model, losses_as_they_are, groups, seed=3)
+    return ForwardGradient(model, identity_loss, groups, seed=3)
 
 
 @pytest.fixture
@@ -179,11 +177,11 @@ def test_captions_have_articles_and_a_class_has_a_word_of_the_language(
         for template in range(len(TEMPLATES)):
             for text in class_captions(names, template):
                 assert unknown not in language.caption(text), text
-    assert unknown not in language.opening(INSTRUCTION)
+    assert unknown not in language.prefix_tokens(INSTRUCTION)
 
 
 def test_the_bundled_language_model_speaks_in_captions(language: Language) -> None:
-    start = torch.tensor([[*language.opening(INSTRUCTION).tolist(), *language.tokens("bag")]])
+    start = torch.tensor([[*language.prefix_tokens(INSTRUCTION).tolist(), *language.tokens("bag")]])
     said = language.model.generate(
         start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=10
     )
@@ -201,7 +199,7 @@ def test_features_are_of_the_class_token() -> None:
 def test_a_control_has_other_images_and_the_same_captions() -> None:
     config = AlignConfig(limit=20)
     task = Alignment(config, torch.device("cpu"))
-    control = Alignment(dataclasses.replace(config, shuffled=True), torch.device("cpu"))
+    control = Alignment(config.replace(shuffled=True), torch.device("cpu"))
     assert control.data.train.pairs.captions == task.data.train.pairs.captions
     assert not torch.equal(control.data.train.features, task.data.train.features)
     order = control.data.train.features[:, 0].argsort()
@@ -214,7 +212,7 @@ def test_captions_follow_other_words_and_end_as_configured() -> None:
     language = load_language(ending=":")
     assert language.text(torch.tensor(language.caption("this is a bag.")[:-1])) == "this is a bag ."
     assert language.caption("this is a bag.")[-1] == language.end == language.tokens(":")[0]
-    lines = shown_how().splitlines()
+    lines = few_shot_instruction().splitlines()
     assert lines[1] == "scarf this is a scarf."
     assert len(lines) == len(TEMPLATES)
     assert not set(EXAMPLES) & set(CLASSES)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
 from benchmarks import align, align_cost, align_gradient
-from flops.cli.align import AlignConfig, preset
+from flops.tasks.alignment.config import PRESETS, AlignConfig
 from flops.tasks.alignment.models import smollm2_file
-from flops.training.config import merged
 from flops.training.loop import train
 
 pytestmark = pytest.mark.slow
@@ -56,9 +54,9 @@ def test_smollm2_takes_less_than_half_of_the_memory_of_backpropagation() -> None
 @needs_smollm2
 def test_smollm2_learns_what_it_is_shown() -> None:
     """One epoch with 60 queries: 11 minutes on two idle cores. The control backpropagates."""
-    config = merged(AlignConfig(), preset("smollm2"))
+    config = AlignConfig(**PRESETS["smollm2"])
     aligned = train(config)
-    control = train(dataclasses.replace(config, method="bp", shuffled=True))
+    control = train(config.replace(method="bp", shuffled=True))
     assert aligned.accuracy > 2.5 * CHANCE  # 37 % when it was measured
     assert aligned.accuracy > control.accuracy + 0.1
     losses = [e.loss for e in aligned.evaluations]

@@ -19,17 +19,23 @@ import pytest
 import torch
 from torch import nn
 
+import flops
 from flops.optional import install_command
-from flops.tasks.classification import bundled as vision
+from flops.tasks.classification import accuracy, bundled_vit, digits, logits
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD, Split, hold_out_split
+from flops.tasks.data.fashion_mnist import (
+    _IDX_FILES,
+    FASHION_MNIST_FOLDER,
+    _read_idx,
+    fashion_mnist,
+)
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-ASSET = Path(vision.__file__).parent / "assets" / "tiny-vit"
+ASSET = Path(flops.__file__).parent / "tasks" / "assets" / "tiny-vit"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_vit.py"
-TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = (
-    f"{name}-ubyte.gz" for name in vision._IDX_FILES
-)
+TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = (f"{name}-ubyte.gz" for name in _IDX_FILES)
 PARTS = ("train", "validation", "test")
 
 
@@ -43,7 +49,7 @@ def global_random_state():
 
 def run(*command):
     """Run Python in a process of its own, with the package under test importable."""
-    source = str(Path(vision.__file__).parents[2])
+    source = str(Path(flops.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True
@@ -89,7 +95,7 @@ def test_the_asset_names_no_folder_of_its_maker():
 
 
 def test_the_model_is_as_documented():
-    model = vision.bundled_vit()
+    model = bundled_vit()
     assert not any(module.training for module in model.modules())
     assert model.config._attn_implementation == "sdpa"
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -98,7 +104,7 @@ def test_the_model_is_as_documented():
     assert parameters == 305_994
     assert f"{parameters:,} parameters" in (ASSET / "README.md").read_text(encoding="utf-8")
     with torch.no_grad():
-        images = torch.zeros(3, 1, vision.IMAGE_SIZE, vision.IMAGE_SIZE)
+        images = torch.zeros(3, 1, IMAGE_SIZE, IMAGE_SIZE)
         outputs = model(images, output_hidden_states=True)
     assert outputs.logits.shape == (3, 10)
     assert [h.shape for h in outputs.hidden_states] == [(3, 17, 64)] * 7
@@ -106,7 +112,7 @@ def test_the_model_is_as_documented():
 
 @pytest.mark.parametrize("classes", [1, 2, 10, 37])
 def test_the_head_has_the_size_asked_for(classes):
-    model = vision.bundled_vit(classes)
+    model = bundled_vit(classes)
     assert model.classifier.weight.shape == (classes, 64)
     assert model.num_labels == model.config.num_labels == classes
     assert model.config.id2label == {i: f"LABEL_{i}" for i in range(classes)}
@@ -114,24 +120,24 @@ def test_the_head_has_the_size_asked_for(classes):
 
 def test_the_fresh_head_depends_on_the_seed_alone():
     torch.manual_seed(1)
-    first = vision.bundled_vit(seed=5).state_dict()
+    first = bundled_vit(seed=5).state_dict()
     torch.manual_seed(2)
-    again = vision.bundled_vit(seed=5).state_dict()
-    other = vision.bundled_vit(seed=6).state_dict()
+    again = bundled_vit(seed=5).state_dict()
+    other = bundled_vit(seed=6).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     changed = {name for name in first if not torch.equal(first[name], other[name])}
     assert changed == {"classifier.weight"}
 
 
 def test_the_fresh_head_is_small_gaussian_noise():
-    head = vision.bundled_vit(2000).classifier  # 128,000 draws: 5 standard errors are 1 % of 0.02
+    head = bundled_vit(2000).classifier  # 128,000 draws: 5 standard errors are 1 % of 0.02
     assert head.weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert abs(head.weight.mean().item()) < 5 * 0.02 / 128_000**0.5
     assert torch.equal(head.bias, torch.zeros(2000))
 
 
 def test_the_pretrained_head_is_kept_on_request():
-    kept, fresh = vision.bundled_vit(pretrained_head=True), vision.bundled_vit()
+    kept, fresh = bundled_vit(pretrained_head=True), bundled_vit()
     assert kept.config.id2label[9] == "Ankle boot"
     assert not torch.equal(kept.classifier.weight, fresh.classifier.weight)
     assert torch.equal(kept.vit.layernorm.weight, fresh.vit.layernorm.weight)
@@ -142,8 +148,8 @@ def test_loading_leaves_the_process_as_it_was(pretrained_head, capfd):
     from transformers.utils import logging
 
     before, bars = global_random_state(), logging.is_progress_bar_enabled()
-    vision.bundled_vit(pretrained_head=pretrained_head)
-    vision.digits()
+    bundled_vit(pretrained_head=pretrained_head)
+    digits()
     assert global_random_state() == before
     assert logging.is_progress_bar_enabled() == bars
     assert capfd.readouterr() == ("", "")
@@ -153,8 +159,8 @@ def test_loading_ignores_the_default_device_and_dtype():
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            model = vision.bundled_vit()
-            images = vision.digits().test.images
+            model = bundled_vit()
+            images = digits().test.images
     finally:
         torch.set_default_dtype(torch.float32)
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float32, "cpu")}
@@ -166,7 +172,7 @@ def test_loading_ignores_the_default_device_and_dtype():
 )
 def test_impossible_heads_are_refused(classes, pretrained_head):
     with pytest.raises(ValueError, match=f"classes must be.*got {classes}"):
-        vision.bundled_vit(classes, pretrained_head=pretrained_head)
+        bundled_vit(classes, pretrained_head=pretrained_head)
 
 
 def test_a_missing_dependency_is_explained(monkeypatch):
@@ -174,16 +180,14 @@ def test_a_missing_dependency_is_explained(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     hint = re.escape(install_command("vision"))
     with pytest.raises(ImportError, match=f"needs transformers.*{hint}"):
-        vision.bundled_vit()
+        bundled_vit()
     with pytest.raises(ImportError, match=f"needs sklearn.*{hint}"):
-        vision.digits()
+        digits()
 
 
 def test_importing_the_task_imports_no_optional_dependency():
-    code = (
-        "import sys, flops.tasks.classification.bundled as _; "
-        "print({'transformers', 'sklearn'} & set(sys.modules))"
-    )
+    code = "import sys, flops.tasks.classification as t; "
+    code += "print({'transformers', 'sklearn'} & set(sys.modules))"
     result = run("-c", code)
     assert result.stdout.strip() == "set()", result.stderr
 
@@ -193,10 +197,10 @@ def test_the_preprocessor_agrees_with_the_data(tiny_folder):
     from transformers import AutoImageProcessor
 
     preprocessor = json.loads((ASSET / "preprocessor_config.json").read_text(encoding="utf-8"))
-    assert preprocessor["image_mean"] == [vision.IMAGE_MEAN]
-    assert preprocessor["image_std"] == [vision.IMAGE_STD]
-    split = vision.fashion_mnist(tiny_folder).test
-    raw = vision._read_idx(tiny_folder / TEST_IMAGES)
+    assert preprocessor["image_mean"] == [IMAGE_MEAN]
+    assert preprocessor["image_std"] == [IMAGE_STD]
+    split = fashion_mnist(tiny_folder).test
+    raw = _read_idx(tiny_folder / TEST_IMAGES)
     images = [Image.fromarray(np.pad(image.numpy(), 2)) for image in raw]
     outputs = AutoImageProcessor.from_pretrained(ASSET)(images, return_tensors="pt")
     torch.testing.assert_close(outputs["pixel_values"], split.images, rtol=0, atol=1e-6)
@@ -204,19 +208,19 @@ def test_the_preprocessor_agrees_with_the_data(tiny_folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not vision.FASHION_MNIST_FOLDER.is_dir(), reason="needs Debian's dataset-fashion-mnist"
+    not FASHION_MNIST_FOLDER.is_dir(), reason="needs Debian's dataset-fashion-mnist"
 )
 def test_the_pretrained_model_has_the_accuracy_its_card_states():
-    data = vision.fashion_mnist()
+    data = fashion_mnist()
     assert [len(split) for split in parts(data)] == [55_000, 5_000, 10_000]
     card = (ASSET / "README.md").read_text(encoding="utf-8")
     stated = {
         name: float(percent) / 100
         for name, percent in re.findall(r"^\| (validation|test) .*\| ([\d.]+)%", card, re.MULTILINE)
     }
-    model = vision.bundled_vit(pretrained_head=True)
+    model = bundled_vit(pretrained_head=True)
     for name in ("validation", "test"):
-        measured = vision.accuracy(model, getattr(data, name))
+        measured = accuracy(model, getattr(data, name))
         assert measured >= 0.89
         # another machine's kernels may round a few points across a boundary
         assert measured == pytest.approx(stated[name], abs=0.001)
@@ -226,7 +230,7 @@ def test_the_pretrained_model_has_the_accuracy_its_card_states():
 
 
 def test_digits_have_the_stated_sizes():
-    data = vision.digits()
+    data = digits()
     assert [len(split) for split in parts(data)] == [1197, 300, 300]
     for split in parts(data):
         assert split.images.shape == (len(split), 1, 32, 32)
@@ -239,7 +243,7 @@ def test_digits_have_the_stated_sizes():
 
 def test_digit_splits_are_disjoint_and_cover_the_data():
     # the 1,797 images are all different, so different images are different points
-    images = torch.cat([split.images for split in parts(vision.digits(size=8))]).flatten(1)
+    images = torch.cat([split.images for split in parts(digits(size=8))]).flatten(1)
     assert len(images.unique(dim=0)) == len(images) == 1797
 
 
@@ -250,13 +254,13 @@ def test_digits_keep_each_image_with_its_label():
     label_of = {
         image.tobytes(): label for image, label in zip(data.images, data.target, strict=True)
     }
-    for split in parts(vision.digits(size=8)):
+    for split in parts(digits(size=8)):
         originals = ((split.images * 0.5 + 0.5) * 16).round().double().squeeze(1).numpy()
         assert [label_of[image.tobytes()] for image in originals] == split.labels.tolist()
 
 
 def test_digit_splits_are_stratified():
-    data = vision.digits()
+    data = digits()
     counts = torch.stack([torch.bincount(split.labels, minlength=10) for split in parts(data)])
     for row, size in zip(counts, (1197, 300, 300), strict=True):
         assert row.sum() == size
@@ -264,7 +268,7 @@ def test_digit_splits_are_stratified():
 
 
 def test_digit_splits_are_shuffled():
-    for split in parts(vision.digits()):
+    for split in parts(digits()):
         labels = split.labels
         assert (labels[1:] == labels[:-1]).float().mean() < 0.25  # 0.1 if independent; sorted: ~1
 
@@ -272,8 +276,8 @@ def test_digit_splits_are_shuffled():
 def test_digits_never_change():
     torch.manual_seed(3)
     np.random.seed(3)
-    data = vision.digits()
-    again = vision.digits()
+    data = digits()
+    again = digits()
     for split, other in zip(parts(data), parts(again), strict=True):
         assert torch.equal(split.images, other.images)
         assert torch.equal(split.labels, other.labels)
@@ -285,17 +289,17 @@ def test_digits_never_change():
 
 @pytest.mark.parametrize("size", [8, 16, 28])
 def test_digits_come_in_other_sizes(size):
-    assert vision.digits(size=size).test.images.shape == (300, 1, size, size)
+    assert digits(size=size).test.images.shape == (300, 1, size, size)
 
 
 @pytest.mark.parametrize("size", [7, 0, -1])
 def test_digits_are_not_shrunk(size):
     with pytest.raises(ValueError, match=f"at least 8.*got {size}"):
-        vision.digits(size=size)
+        digits(size=size)
 
 
 def test_splits_are_frozen():
-    data = vision.digits(size=8)
+    data = digits(size=8)
     with pytest.raises(dataclasses.FrozenInstanceError):
         data.train = data.test
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -305,7 +309,7 @@ def test_splits_are_frozen():
 @pytest.mark.parametrize(("n", "size"), [(1, 0), (7, 0), (7, 7), (12, 1), (101, 50), (60, 59)])
 def test_holding_out_is_exact_disjoint_and_stratified(n, size):
     labels = torch.arange(n) % 3
-    rest, held = vision._hold_out(vision.Split(torch.arange(n), labels), size)
+    rest, held = hold_out_split(Split(torch.arange(n), labels), size)
     assert len(held) == size
     assert sorted([*rest.images.tolist(), *held.images.tolist()]) == list(range(n))
     for split in (rest, held):
@@ -318,7 +322,7 @@ def test_holding_out_is_exact_disjoint_and_stratified(n, size):
 
 
 def test_fashion_mnist_is_read_padded_and_normalised(tiny_folder):
-    data = vision.fashion_mnist(tiny_folder)
+    data = fashion_mnist(tiny_folder)
     assert [len(split) for split in parts(data)] == [44, 4, 20]
     for split in parts(data):
         assert split.images.shape == (len(split), 1, 32, 32)
@@ -333,13 +337,13 @@ def test_fashion_mnist_is_read_padded_and_normalised(tiny_folder):
 
 
 def test_fashion_mnist_takes_a_folder_as_text(tiny_folder):
-    assert len(vision.fashion_mnist(str(tiny_folder)).test) == 20
+    assert len(fashion_mnist(str(tiny_folder)).test) == 20
 
 
 def test_missing_files_are_named_with_the_remedy(tiny_folder):
     (tiny_folder / TEST_LABELS).unlink()
     with pytest.raises(FileNotFoundError) as caught:
-        vision.fashion_mnist(tiny_folder)
+        fashion_mnist(tiny_folder)
     message = str(caught.value)
     assert str(tiny_folder) in message
     assert TEST_LABELS in message
@@ -372,17 +376,17 @@ def test_a_damaged_file_is_named(tiny_folder, content, problem):
     path = tiny_folder / TRAIN_LABELS
     path.write_bytes(content)
     with pytest.raises(ValueError, match=problem) as caught:
-        vision.fashion_mnist(tiny_folder)
+        fashion_mnist(tiny_folder)
     assert str(path) in str(caught.value)
 
 
 def test_files_that_do_not_belong_together_are_refused(tiny_folder):
     write_idx(tiny_folder / TEST_LABELS, np.zeros(19))
     with pytest.raises(ValueError, match=r"\[20, 28, 28\] and \[19\]"):
-        vision.fashion_mnist(tiny_folder)
+        fashion_mnist(tiny_folder)
     write_idx(tiny_folder / TEST_IMAGES, np.zeros((19, 32, 32)))
     with pytest.raises(ValueError, match=r"N images of 28x28.*\[19, 32, 32\]"):
-        vision.fashion_mnist(tiny_folder)
+        fashion_mnist(tiny_folder)
 
 
 # ---- logits and accuracy
@@ -421,16 +425,16 @@ WRAPPINGS = {
 @pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS.keys())
 def test_logits_are_found_in_every_wrapping(wrap):
     expected = torch.arange(6.0).view(2, 3)
-    assert vision.logits(wrap(expected)) is expected
+    assert logits(wrap(expected)) is expected
 
 
 @pytest.mark.parametrize("outputs", [None, 3.0, (), (torch.ones(2),), SimpleNamespace(logits=1)])
 def test_missing_logits_are_explained(outputs):
     with pytest.raises(TypeError, match=f"no logits in a {type(outputs).__name__}.*must return"):
-        vision.logits(outputs)
+        logits(outputs)
 
 
-SEVEN = vision.Split(
+SEVEN = Split(
     images=torch.tensor([0.0, 1, 2, 3, 0, 1, 2]).unsqueeze(1),
     labels=torch.tensor([0, 1, 2, 3, 1, 2, 3]),  # the first four are as predicted
 )
@@ -440,7 +444,7 @@ SEVEN = vision.Split(
 @pytest.mark.parametrize(("batch", "sizes"), [(3, [3, 3, 1]), (7, [7]), (256, [7])])
 def test_accuracy_counts_every_point_once(wrap, batch, sizes):
     model = Answers(wrap)
-    assert vision.accuracy(model, SEVEN, batch) == 4 / 7
+    assert accuracy(model, SEVEN, batch) == 4 / 7
     assert model.sizes == sizes
 
 
@@ -448,19 +452,19 @@ def test_accuracy_restores_training_flags_also_after_an_error():
     model = nn.Sequential(Answers(), nn.Dropout(0.9))  # dropout would spoil the answers
     model[1].eval()
     flags = [module.training for module in model.modules()]
-    assert vision.accuracy(model, SEVEN) == 4 / 7
+    assert accuracy(model, SEVEN) == 4 / 7
     assert [module.training for module in model.modules()] == flags
     model[0].wrap = lambda logits: "nonsense"
     with pytest.raises(TypeError):
-        vision.accuracy(model[0], SEVEN)
+        accuracy(model[0], SEVEN)
     assert [module.training for module in model.modules()] == flags
 
 
 def test_accuracy_refuses_what_it_cannot_measure():
     with pytest.raises(ValueError, match="got 0 and"):
-        vision.accuracy(Answers(), SEVEN.take(slice(0)))
+        accuracy(Answers(), SEVEN.take(slice(0)))
     with pytest.raises(ValueError, match="batch=0"):
-        vision.accuracy(Answers(), SEVEN, 0)
+        accuracy(Answers(), SEVEN, 0)
 
 
 # ---- the pretraining script

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.tasks.classification import bundled as vision
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD
 from flops.tasks.data.fashion import CLASSES, fashion_shots
+from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 from flops.tasks.models.clip import ClipError, PromptedClip
 
 transformers = pytest.importorskip("transformers")
@@ -379,7 +380,7 @@ def test_prompts_and_images_that_do_not_fit_are_refused(bundled: PromptedClip) -
 
 @pytest.mark.slow
 def test_the_script_makes_a_clip_from_images_that_are_no_shots(tmp_path: Path) -> None:
-    if not vision.FASHION_MNIST_FOLDER.is_dir():
+    if not FASHION_MNIST_FOLDER.is_dir():
         pytest.skip("Fashion-MNIST is not installed")
     options = ["--epochs", "1", "--limit", "300", "--skip-test", "--out", str(tmp_path)]
     subprocess.run([sys.executable, str(SCRIPT), *options], check=True, capture_output=True)
@@ -390,14 +391,14 @@ def test_the_script_makes_a_clip_from_images_that_are_no_shots(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_script_leaves_the_shots_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not vision.FASHION_MNIST_FOLDER.is_dir():
+    if not FASHION_MNIST_FOLDER.is_dir():
         pytest.skip("Fashion-MNIST is not installed")
     monkeypatch.syspath_prepend(SCRIPT.parent)
     script = importlib.import_module("pretrain_clip")
-    data, shots = vision.fashion_mnist(), fashion_shots(shift=False)
+    data, shots = fashion_mnist(), fashion_shots(shift=False)
     for split, taken in ((data.train, shots.train), (data.validation, shots.validation)):
         kept = script.without_shots(split, None)
-        pixels = (script.crop(kept.images)[:, 0] * vision.IMAGE_STD + vision.IMAGE_MEAN) * 255
+        pixels = (script.crop(kept.images)[:, 0] * IMAGE_STD + IMAGE_MEAN) * 255
         seen = {image.tobytes() for image in pixels.round().to(torch.uint8).numpy()}
         assert len(kept) == len(split) - 160
         assert not any(image.tobytes() in seen for image in taken.pixels.numpy())

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from flops.tasks.classification import bundled as vision
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD
 from flops.tasks.data.fashion import CLASSES, GREY, HAZE, fashion_shots, shifted
+from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_shots.py"
 ASSET = importlib.resources.files("flops.tasks") / "assets" / "fashion" / "shots.npz"
@@ -64,7 +65,7 @@ def test_size_and_licence_of_the_asset() -> None:
 def test_the_script_makes_the_asset_from_the_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not vision.FASHION_MNIST_FOLDER.is_dir():
+    if not FASHION_MNIST_FOLDER.is_dir():
         pytest.skip("Fashion-MNIST is not installed")
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--out", str(tmp_path)])
     runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -72,10 +73,10 @@ def test_the_script_makes_the_asset_from_the_data_set(
         assert sorted(made.files) == sorted(kept.files) == ["test", "train", "validation"]
         assert all(np.array_equal(made[name], kept[name]) for name in made.files)
     # an image of each class is where its label says
-    data, shots = vision.fashion_mnist(), fashion_shots(shift=False)
+    data, shots = fashion_mnist(), fashion_shots(shift=False)
     for label in range(10):
         known = data.test.images[data.test.labels == label][:, 0, 2:-2, 2:-2]
-        known = ((known * vision.IMAGE_STD + vision.IMAGE_MEAN) * 255).round().to(torch.uint8)
+        known = ((known * IMAGE_STD + IMAGE_MEAN) * 255).round().to(torch.uint8)
         mine = shots.test.pixels[shots.test.labels == label]
         assert torch.equal(mine, known[:100])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import random
 import shutil
@@ -15,8 +14,8 @@ import torch
 from PIL import Image
 
 from flops.errors import FlopsError
-from flops.tasks.classification import bundled as vision
-from flops.tasks.classification.config import Config
+from flops.tasks.classification import accuracy, digits
+from flops.tasks.classification.config import FinetuneConfig
 from flops.tasks.data import images
 from flops.tasks.data.hub import NAMED
 from flops.tasks.data.images import ImageFormat, load
@@ -521,10 +520,10 @@ def test_options_that_do_not_fit_the_data_set(tmp_path):
 
 def test_splits_are_chosen_by_settings(tmp_path):
     named_copy("imagenet").save_to_disk(tmp_path / "copy")  # its test split has no labels
-    base = Config(data=str(tmp_path / "copy"), method="bp", batch=8)
+    base = FinetuneConfig(data=str(tmp_path / "copy"), method="bp", batch=8)
     with pytest.raises(FlopsError, match="choose another one with `splits`, such as test="):
         Trainer(base)
-    chosen = dataclasses.replace(base, splits=("test=validation", "validation=none"))
+    chosen = base.replace(splits=("test=validation", "validation=none"))
     assert len(Trainer(chosen).data.test) == 24
 
 
@@ -594,7 +593,7 @@ def test_without_datasets_the_advice_is_the_extra(tmp_path, monkeypatch):
 
 
 def test_digits_are_those_of_the_vision_task():
-    data, splits = load("digits"), vision.digits()
+    data, splits = load("digits"), digits()
     for name in SPLITS:
         found, expected = getattr(data, name), getattr(splits, name)
         pixels, labels = found.batch(torch.arange(len(found)))
@@ -613,7 +612,7 @@ def test_digits_for_another_model():
     for c in range(3):
         expected = (plain[:, 0] - format.mean[c]) / format.std[c]
         torch.testing.assert_close(pixels[:, c], expected)
-    large = vision.digits(size=56).test
+    large = digits(size=56).test
     same = (large.images[:, 0] * 0.5 + 0.5).unsqueeze(1)
     found = load("digits", ImageFormat(56, 1, (0.0,), (1.0,))).test.batch(torch.arange(300))[0]
     torch.testing.assert_close(found, same)
@@ -670,7 +669,7 @@ def test_accuracy_reads_any_split(tmp_path):
             return torch.stack([dark.float(), 1 - dark.float()], 1)
 
     for memory in (0, images.MEMORY):
-        assert vision.accuracy(Shade(), load(str(tmp_path), GREY, memory=memory).train, 3) == 1
+        assert accuracy(Shade(), load(str(tmp_path), GREY, memory=memory).train, 3) == 1
 
 
 def test_held_out_rows_are_stratified_and_complete():

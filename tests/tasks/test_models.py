@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from flops.tasks.classification import bundled as vision
-from flops.tasks.classification import models
-from flops.tasks.classification.models import image_format, load_model, parts, random_vit
+from flops.tasks.classification import bundled_vit
 from flops.tasks.data.images import BUNDLED_FORMAT, ImageFormat
+from flops.tasks.models import vit
+from flops.tasks.models.vit import image_format, load_model, parts, random_vit
 from flops.tasks.models.weights import warn_of_other_classes, weights_digest
 
 transformers = pytest.importorskip("transformers")
@@ -47,7 +47,7 @@ def test_the_bundled_model_is_that_of_the_vision_task():
     assert format == BUNDLED_FORMAT == ImageFormat(32, 1, (0.5,), (0.5,)) == image_format()
     for found, expected in zip(
         model.state_dict().values(),
-        vision.bundled_vit(7, seed=3).state_dict().values(),
+        bundled_vit(7, seed=3).state_dict().values(),
         strict=True,
     ):
         assert torch.equal(found, expected)
@@ -102,7 +102,7 @@ def test_a_kept_head_is_the_models_own(saved, tmp_path):
         assert torch.equal(model.state_dict()[name], value)
     assert model.config.id2label[0] == "a"
     bundled, _ = load_model(head="kept")
-    expected = vision.bundled_vit(pretrained_head=True)
+    expected = bundled_vit(pretrained_head=True)
     assert torch.equal(bundled.classifier.weight, expected.classifier.weight)
     original.vit.save_pretrained(tmp_path / "headless")
     for source, classes, reason in (
@@ -199,7 +199,7 @@ def test_vit_base_with_random_weights():
 
 
 def test_random_weights_come_from_the_seed(monkeypatch):
-    monkeypatch.setitem(models.PRESETS, "tiny", TINY)
+    monkeypatch.setitem(vit.PRESETS, "tiny", TINY)
     first, again, other = (random_vit("tiny", 3, seed=s).state_dict() for s in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     query = "vit.layers.0.attention.q_proj.weight"
@@ -208,13 +208,13 @@ def test_random_weights_come_from_the_seed(monkeypatch):
 
 def test_vit_large_has_the_papers_size():
     with torch.device("meta"):
-        model = transformers.ViTForImageClassification(models._random_config("vit-large"))
+        model = transformers.ViTForImageClassification(vit._random_config("vit-large"))
     assert len(parts(model).layers) == 24
     assert sum(p.numel() for p in model.vit.parameters()) == 303_301_632
 
 
 def test_parts_of_the_bundled_model_are_all_of_it():
-    model = vision.bundled_vit()
+    model = bundled_vit()
     found = parts(model)
     assert found.embeddings is model.vit.embeddings
     assert found.head is model.classifier

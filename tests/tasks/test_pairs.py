@@ -10,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from flops.cli.align import AlignConfig
 from flops.errors import FlopsError
+from flops.tasks.alignment.config import AlignConfig
 from flops.tasks.data.captions import TEMPLATES
 from flops.tasks.data.images import BUNDLED_FORMAT
 from flops.tasks.data.pairs import CHOICES, load_pairs
+from flops.training.task import open_task
 
 WORDS = ("cat", "dog", "bird", "fish", "cup", "book", "lamp", "ball", "hat", "tie")
 TEXTS = [f"a {word} on a table" for word in WORDS]
@@ -132,10 +133,10 @@ def test_broken_images_are_left_out_or_refused(tmp_path: Path) -> None:
     (tmp_path / "pictures" / "00" / "7.png").write_bytes(b"no image")
     config = AlignConfig(data=str(path), pictures=str(tmp_path / "pictures"))
     with pytest.warns(UserWarning, match="left out 1 images"):
-        task = config.open(torch.device("cpu"))
+        task = open_task(config, torch.device("cpu"))
     data = task.data
     texts = [t for s in (data.train, data.validation, data.test) for t in s.pairs.captions]
     assert len(texts) == 29
     assert not any(text.endswith("number 7") for text in texts)
     with pytest.raises(FlopsError, match=r"7\.png"):
-        AlignConfig(data=str(path), pictures=config.pictures, strict=True).open(torch.device("cpu"))
+        open_task(config.replace(strict=True), torch.device("cpu"))

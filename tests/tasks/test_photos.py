@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from flops.cli.main import main
-from flops.tasks.classification import bundled as vision
-from flops.tasks.classification.models import image_format, load_model
+from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER
 from flops.tasks.data.images import BUNDLED_FORMAT, load
+from flops.tasks.models.vit import image_format, load_model
 from tests.tasks.test_images import SPLITS, raw
 
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -105,8 +105,8 @@ def test_the_colour_model_does_with_a_photo_what_the_bundled_one_does_with_its_g
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not vision.FASHION_MNIST_FOLDER.is_dir(),
-    reason=f"no Fashion-MNIST in {vision.FASHION_MNIST_FOLDER} (apt: dataset-fashion-mnist)",
+    not FASHION_MNIST_FOLDER.is_dir(),
+    reason=f"no Fashion-MNIST in {FASHION_MNIST_FOLDER} (apt: dataset-fashion-mnist)",
 )
 def test_a_fresh_head_learns_fashion_mnist(tmp_path):
     """docs/results.md has the accuracy over seeds; the bundled ViT was pretrained on these data."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flops.blackbox.objective import Question
+from flops import LikelihoodRatio
+from flops.blackbox.jacobian_memory import RecycledLikelihoodRatio
+from flops.blackbox.objective import Candidates
 from flops.blackbox.tuner import Tuner
 from flops.errors import FlopsError
 from flops.tasks.data.few_shot import FewShots, few_shots
@@ -128,9 +130,9 @@ def test_a_service_says_what_the_model_says(server, local, shots) -> None:
         for number, (rows, kind) in enumerate(
             ((apart, "query"), (start.expand(20, -1), "clean"), (apart, "embed"))
         ):
-            question = Question(rows, points, kind)
-            found = asked.answer(question, f"prompt-{number}")
-            truth = local.answer(question, "")
+            candidates = Candidates(rows, points, kind)
+            found = asked.evaluate(candidates, f"prompt-{number}")
+            truth = local.evaluate(candidates, "")
             shape = (20, 12) if kind == "embed" else (20, 2)
             assert found.columns.shape == truth.columns.shape == shape
             torch.testing.assert_close(found.columns, truth.columns, rtol=1e-4, atol=1e-4)
@@ -138,16 +140,16 @@ def test_a_service_says_what_the_model_says(server, local, shots) -> None:
             assert found.cost["texts"] == truth.cost["texts"] == texts
             assert found.cost["images"] == truth.cost["images"] == 20
             assert found.cost["replays"] == 0
-        again = asked.answer(question, "prompt-2")
+        again = asked.evaluate(candidates, "prompt-2")
         assert again.cost["replays"] == 1
         assert torch.equal(again.columns, found.columns)
         nothing = space(text_tokens=0, image_tokens=0)
         manual = ServiceObjective(client, asked.points, shots.labels, nothing)
-        question = Question(nothing.start().expand(20, -1), points, "test")
-        found = manual.answer(question, "manual")
+        candidates = Candidates(nothing.start().expand(20, -1), points, "test")
+        found = manual.evaluate(candidates, "manual")
         bare = LocalObjective(local.model, local.images, local.labels, nothing)
         torch.testing.assert_close(
-            found.columns, bare.answer(question, "").columns, rtol=1e-4, atol=1e-4
+            found.columns, bare.evaluate(candidates, "").columns, rtol=1e-4, atol=1e-4
         )
 
 
@@ -155,7 +157,7 @@ def test_columns_are_cross_entropy_and_hits(local) -> None:
     points = torch.arange(50)
     theta = space().start().expand(50, -1)
     logits = local.logits(theta, points)
-    found = local.answer(Question(theta, points, "embed"), "").columns
+    found = local.evaluate(Candidates(theta, points, "embed"), "").columns
     expected = -F.log_softmax(logits, 1)[points, local.labels[points]]
     torch.testing.assert_close(found[:, 0], expected, rtol=1e-4, atol=1e-5)
     hits = (logits.argmax(1) == local.labels[points]).float()
@@ -169,9 +171,9 @@ def test_logits_are_shown_to_whoever_reads_them_and_make_the_loss(local) -> None
     theta = space().start().expand(50, -1)
     shown = replace(local, shown=True)
     for kind, width in (("query", 12), ("clean", 12), ("validation", 2), ("test", 2)):
-        assert local.answer(Question(theta, points, kind), "").columns.shape == (50, 2)
-        assert shown.answer(Question(theta, points, kind), "").columns.shape == (50, width)
-    answer = shown.answer(Question(theta, points), "").columns
+        assert local.evaluate(Candidates(theta, points, kind), "").columns.shape == (50, 2)
+        assert shown.evaluate(Candidates(theta, points, kind), "").columns.shape == (50, width)
+    answer = shown.evaluate(Candidates(theta, points), "").columns
     outputs = outputs_of(local.labels)
     read = outputs.read(answer)
     torch.testing.assert_close(read.mean(1), torch.zeros(50), rtol=0, atol=1e-5)
@@ -208,20 +210,23 @@ def test_methods_are_configurations_of_the_tuner() -> None:
 
     assert made("manual") is None
     kinds = {
-        "lr": ("LikelihoodRatio", "Equal", False),
-        "ops-lr": ("LikelihoodRatio", "Gaussian", False),
-        "shaped-lr": ("LikelihoodRatio", "Gaussian", True),
-        "spsa": ("SPSA", "Equal", False),
-        "ops-spsa": ("SPSA", "Gaussian", False),
+        "lr": ("gaussian", "Equal", False),
+        "ops-lr": ("gaussian", "Gaussian", False),
+        "shaped-lr": ("gaussian", "Gaussian", True),
+        "spsa": ("rademacher", "Equal", False),
+        "ops-spsa": ("rademacher", "Gaussian", False),
     }
-    for name, (estimator, allocator, shaped) in kinds.items():
+    for name, (noise, allocator, shaped) in kinds.items():
         tuner = made(name)
         assert isinstance(tuner, Tuner)
-        options = tuner._estimator.options
-        assert type(options).__name__ == estimator
+        estimator = tuner.group.estimator
+        assert isinstance(estimator, RecycledLikelihoodRatio) == shaped
+        options = estimator.options if shaped else estimator
+        assert isinstance(options, LikelihoodRatio)  # SPSA on an identity is one with pairs
+        assert options.noise == noise
+        assert (options.baseline == "antithetic") == ("spsa" in name)
         assert type(tuner.allocator).__name__ == allocator
         assert (options.shaping is not None) == shaped
-        assert (tuner._estimator.remembering is not None) == shaped
         assert (options.sigma, tuner.seed, tuner.batch) == (0.05, 3, 4)
         assert tuner.optimizer.defaults["lr"] == 0.1
         assert tuner.step_cost() == 4 + 4 * 8
@@ -282,10 +287,10 @@ def test_points_that_do_not_fit_one_upload_are_asked_set_by_set(server, local, s
         assert (len(stored.names), stored.size) == (3, 80)
         asked = ServiceObjective(client, stored, shots.labels, space())
         rows = space().start() + 0.1 * torch.randn(6, space().size)
-        question = Question(rows, torch.tensor([3, 150, 200, 79, 80, 4]))
-        found, truth = asked.answer(question, "sets"), local.answer(question, "")
+        candidates = Candidates(rows, torch.tensor([3, 150, 200, 79, 80, 4]))
+        found, truth = asked.evaluate(candidates, "sets"), local.evaluate(candidates, "")
         torch.testing.assert_close(found.columns, truth.columns, rtol=1e-4, atol=1e-4)
         assert found.cost == {"texts": 60, "images": 6, "replays": 0}
-        assert asked.answer(question, "sets").cost["replays"] == 3
+        assert asked.evaluate(candidates, "sets").cost["replays"] == 3
     with pytest.raises(FlopsError, match="less than one image"):
         upload(client, shots.pixels, limits | {"upload_bytes": 4100})

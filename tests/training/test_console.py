@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 import warnings
 
 from rich.console import Console
 
-from flops.tasks.classification.config import Config
-from flops.training.console import Lines, Panel, closing, display_for, duration
+from flops.tasks.classification.config import FinetuneConfig
+from flops.training.console import Lines, LiveDisplay, closing, display_for, duration
 from flops.training.loop import train
 
-SMALL = Config(limit=24, batch=8, queries=4, epochs=2, test=True)
+SMALL = FinetuneConfig(limit=24, batch=8, queries=4, epochs=2, test=True)
 
 
 def watched(terminal: bool) -> str:
     out = io.StringIO()
     display = display_for(Console(file=out, force_terminal=terminal, width=120))
-    assert type(display) is (Panel if terminal else Lines)
+    assert type(display) is (LiveDisplay if terminal else Lines)
     with display.warnings():
-        result = train(dataclasses.replace(SMALL, method="ops-lr"), display=display)
+        result = train(SMALL.replace(method="ops-lr"), display=display)
     display.say(closing(result))
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
 

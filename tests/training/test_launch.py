@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flops.tasks.classification.bundled import bundled_vit
-from tests.engine.test_collectives import torchrun
+from flops.tasks.classification import bundled_vit
+from tests.support.launching import torchrun
 
 SETTINGS = ["finetune", "--limit", "36", "--batch", "12", "--queries", "6", "--method", "ops-lr"]
 SETTINGS += ["--checkpoint-steps", "1", "--timeout", "30"]

@@ -11,8 +11,9 @@ from flops.allocators import Equal, Gaussian
 from flops.errors import PrecisionWarning
 from flops.estimators import LikelihoodRatio
 from flops.estimators.spsa import SPSA
-from flops.tasks.classification.bundled import bundled_vit, digits, logits
-from flops.training.methods import METHODS, PRESETS, Method, engine, method_groups
+from flops.tasks.classification import bundled_vit, digits, logits
+from flops.tasks.classification.config import PRESETS, FinetuneConfig
+from flops.training.methods import METHODS, Method, engine, method_groups
 
 
 def loss_fn(outputs, targets):
@@ -49,7 +50,7 @@ def test_sigma_goes_by_place() -> None:
 
 
 def test_paper_presets() -> None:
-    base, large = PRESETS["vit-base"], PRESETS["vit-large"]
+    base, large = (FinetuneConfig(**PRESETS[name]) for name in ("vit-base", "vit-large"))
     assert (base.stages, base.sigma, base.queries) == (3, (1e-5, 1e-4, 1e-3), 20)
     assert (large.stages, large.sigma) == (4, (5e-6, 1e-5, 1e-4, 1e-3))
     assert {(p.batch, p.epochs, p.learning_rate) for p in (base, large)} == {(128, 10, 1e-4)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +49,10 @@ class Traces:
     """What a step's queries showed about the noise of each point's estimate.
 
     Attributes:
-        squares: Mean squared slope of each point, shape (B,); 0 for a point without draws.
+        squares: Mean squared directional derivative of each point, shape (B,); 0 for a point
+            without draws.
         draws: Number of draws behind it, shape (B,).
-        factors: Trace of a draw's covariance over its squared slope, shape (B,).
+        factors: Trace of a draw's covariance over its squared directional derivative, shape (B,).
     """
 
     squares: Tensor
@@ -70,8 +72,8 @@ class Traces:
 def measured(signal: Signal, traces: Traces) -> tuple[Signal, Traces]:
     """Only the points that something is known about, with their part of the budget.
 
-    A point without draws has no trace, which is not a trace of zero; and one point whose slopes
-    overflowed must not spoil what the others show.
+    A point without draws has no trace, which is not a trace of zero; and one point whose
+    directional derivatives overflowed must not spoil what the others show.
     """
     values = traces.values
     known = torch.nonzero((traces.draws > 0) & torch.isfinite(values) & (values >= 0)).flatten()
@@ -82,44 +84,44 @@ def measured(signal: Signal, traces: Traces) -> tuple[Signal, Traces]:
     return part, traces.at(known)
 
 
-@runtime_checkable
-class Allocator(Protocol):
+class Allocator(ABC):
     """Decides how many queries each point of a batch gets.
 
     The engine keeps one copy per group, so an allocator may hold what it learned in attributes;
     it replaces them and never writes into them, so that a failed step leaves the old ones.
-    An attribute ``min_queries`` (1 if there is none) is the fewest queries of a point.
-    """
-
-    def allocate(self, signal: Signal) -> Tensor:
-        """Counts, a LongTensor of shape (B,): multiples of the unit that sum to the budget."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned, for resuming."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        ...
-
-
-@runtime_checkable
-class Learner(Allocator, Protocol):
-    """An allocator that learns from the queries.
 
     Attributes:
+        min_queries: Fewest queries of a point.
         pilot: Queries per point that are made before allocating, to learn from on this very
             batch; 0 learns from the queries of a step for the next one.
         wants_embeddings: Whether `Signal.embeddings` is needed.
+        across_groups: Whether groups share one total budget by what they need.
     """
 
-    @property
-    def pilot(self) -> int: ...  # noqa: D102
+    min_queries: int = 1
+    pilot: int = 0
+    across_groups: bool = False
 
     @property
-    def wants_embeddings(self) -> bool: ...  # noqa: D102
+    def wants_embeddings(self) -> bool:  # noqa: D102
+        return False
 
+    @abstractmethod
+    def allocate(self, signal: Signal) -> Tensor:
+        """Counts, a LongTensor of shape (B,): multiples of the unit that sum to the budget."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, for resuming."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        return
+
+
+class Learner(Allocator):
+    """An allocator that learns from the queries."""
+
+    @abstractmethod
     def learn(self, signal: Signal, traces: Traces) -> None:
         """Take in what the queries of this batch showed."""
-        ...

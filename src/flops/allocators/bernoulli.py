@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.allocators.base import Signal, Traces, measured
+from flops.allocators.base import Learner, Signal, Traces, measured
 from flops.allocators.objective import Array, feasible, objective
-from flops.engine.rows import round_counts
+from flops.allocators.rounding import round_counts
 from flops.perturb.random import mix
 
 
 @dataclass
-class Bernoulli:
+class Bernoulli(Learner):
     """Prunes points of below-average loss to half of their queries with probability p.
 
     Args:
@@ -34,9 +34,6 @@ class Bernoulli:
     min_queries: int = 1
     samples: int = 32
     _logit: float = field(default=0.0, init=False, repr=False)
-
-    pilot = 0
-    wants_embeddings = False
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flops.allocators.base import Signal
+from flops.allocators.base import Allocator, Signal
 from flops.errors import QueryError
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Allocator):
     """The same counts in every step; they, not `queries`, set the budget.
 
     Args:
@@ -51,10 +50,3 @@ class Fixed:
                 f"{signal.minimum}"
             )
         return counts
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is learned."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""

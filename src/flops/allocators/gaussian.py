@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.allocators.base import Signal, Traces, measured
+from flops.allocators.base import Learner, Signal, Traces, measured
 from flops.allocators.objective import Array, feasible, objective
-from flops.engine.rows import round_counts
+from flops.allocators.rounding import round_counts
 from flops.perturb.random import mix
 
 Feature = Literal["tanh", "standardised"]
@@ -52,7 +52,7 @@ class _Learned:
 
 
 @dataclass
-class Gaussian:
+class Gaussian(Learner):
     """Learned Gaussian allocation.
 
     Args:

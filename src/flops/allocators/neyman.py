@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flops.allocators.base import Signal, Traces
+from flops.allocators.base import Learner, Signal, Traces
 from flops.allocators.objective import Array
-from flops.engine.rows import round_counts
+from flops.allocators.rounding import round_counts
 from flops.errors import QueryError
 
 DEGREE = 2
@@ -61,7 +61,7 @@ class _Pilot:
 
 
 @dataclass
-class Neyman:
+class Neyman(Learner):
     """Counts proportional to the square root of the expected traces.
 
     Args:
@@ -81,8 +81,6 @@ class Neyman:
     across_groups: bool = False
     _learned: _Learned = field(default_factory=_Learned, init=False, repr=False)
     _fresh: _Pilot | None = field(default=None, init=False, repr=False)
-
-    wants_embeddings = False
 
     def __post_init__(self) -> None:
         """Check the options."""

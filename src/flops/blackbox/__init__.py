@@ -1,7 +1,7 @@
-"""Black boxes: tune parameters of something that only answers questions."""
+"""Black-box optimization: tune parameters of a function that can only be evaluated."""
 
-from flops.blackbox.objective import Objective, Question
+from flops.blackbox.objective import Candidates, Objective
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.tuner import Tuner
 
-__all__ = ["Objective", "Outputs", "Question", "Tuner"]
+__all__ = ["Candidates", "Objective", "Outputs", "Tuner"]

@@ -1,4 +1,4 @@
-"""CMA-ES, what black boxes are usually tuned with, by ask and tell as everything here.
+"""CMA-ES, the usual optimizer of black boxes, with the same ask/tell interface.
 
 Hansen, "The CMA evolution strategy: a tutorial", 2016; the `cma` package does the work. A
 generation is a population of parameter vectors, each with the mean loss of the same batch of
@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.blackbox.ask_tell import PAUSE, Inquiry
-from flops.blackbox.objective import Objective, Question
+from flops.blackbox.ask_tell import PAUSE, AskTell, Work
+from flops.blackbox.objective import Candidates, Objective
 from flops.blackbox.order import Order
-from flops.engine.meetings import Work, decided
 from flops.errors import FlopsError
 from flops.optional import require
 from flops.perturb.random import mix
@@ -25,7 +24,7 @@ from flops.perturb.random import mix
 FULL = 200  # parameters up to which the covariance is a full matrix
 
 
-class Evolution(Inquiry):
+class CMAES(AskTell):
     """CMA-ES over parameters, with batches of points.
 
     Args:
@@ -54,7 +53,7 @@ class Evolution(Inquiry):
             raise FlopsError(f"sigma must be positive, not {sigma}")
         cma = require("cma", "cma")
         self._order = Order(points, batch, seed)
-        # Its own source of numbers: the package would seed the one that everybody shares.
+        # A generator of its own: the package would seed the global one.
         source = np.random.Generator(np.random.PCG64(mix(seed, 19)))
         options: dict[str, Any] = {
             "seed": np.nan,
@@ -85,7 +84,7 @@ class Evolution(Inquiry):
         return self.population * len(self._batch())
 
     def work(self) -> Work[None]:
-        """Generations without end, as questions."""
+        """Generations without end, as candidates."""
         while True:
             yield from self.stepping()
             yield PAUSE
@@ -96,15 +95,15 @@ class Evolution(Inquiry):
         with _quietly():
             own = self._search.ask()
         vectors = torch.from_numpy(np.stack(own)).float()
-        vectors = yield from decided("population", vectors)
+        vectors = self.decide("population", vectors)
         values = []
         for vector in vectors:
-            answer = yield Question(vector.expand(len(points), -1), points)
-            values.append(float(answer[:, 0].double().mean()))
+            columns = yield Candidates(vector.expand(len(points), -1), points)
+            values.append(float(columns[:, 0].double().mean()))
         self._tell(own, vectors, values)
 
     def _tell(self, own: list[Any], vectors: Tensor, values: list[float]) -> None:
-        """End a generation: what was asked counts, where it is not what is sampled here."""
+        """End a generation: the evaluated vectors count, even if others were sampled here."""
         same = torch.equal(torch.from_numpy(np.stack(own)).float(), vectors)
         with _quietly():
             self._search.tell(own if same else list(vectors.double().numpy()), values)
@@ -122,7 +121,7 @@ class Evolution(Inquiry):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: every generation is told again.
+        """Continue where `state_dict` was taken: every generation is told again.
 
         Raises:
             FlopsError: If its populations are of another size, or this search has begun.

@@ -5,15 +5,15 @@ Row c of a point's Jacobian J is the gradient of its output c. Before anything i
     J_c ~ N(0, e (U U^T + s I) / K),
 
 U a thin matrix for all points, s what it leaves to every direction, e the point's energy, K the
-number of outputs. A slope along noise z is <J_c, z> plus an error that grows with its age, for the
-parameters have moved since. Given the slopes y of a point along its noise Z (n x d), the posterior
-mean of J_c is
+number of outputs. A derivative along noise z is <J_c, z> plus an error that grows with its age, for
+the parameters have moved since. Given the derivatives y of a point along its noise Z (n x d), the
+posterior mean of J_c is
 
     (U U^T + s I) Z^T alpha / K,   alpha = S^-1 y,   S = (Z U U^T Z^T + s Z Z^T + N) / K,
 
-N the errors on a diagonal. U is fitted by expectation maximisation over all slopes that are
+N the errors on a diagonal. U is fitted by expectation maximisation over all derivatives that are
 remembered: the mean and covariance of every point's coordinates along U, then the U that explains
-the slopes best, by a few steps of conjugate gradients. Nothing of size d x d is made.
+the derivatives best, by a few steps of conjugate gradients. Nothing of size d x d is made.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from flops.perturb.random import generator
 
 RANK = 16  # shared directions
 ROUNDS, STEPS = 2, 4  # of expectation maximisation, and of conjugate gradients in each
-ERROR = 0.01  # of a slope, over its mean square: curvature and rounding
+ERROR = 0.01  # of a derivative, over its mean square: curvature and rounding
 LEAST = 0.02  # of the energy is left to all directions, however well U explains it
 DRIFTS = (1e-4, 0.3)  # bounds of the error per squared step of age
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Slopes of points along their noise, padded with zeros to the longest.
+    """Derivatives of points along their noise, padded with zeros to the longest.
 
     Attributes:
         noise: Directions, shape (P, n, d).
-        slopes: Of each output, over the root of the point's energy, shape (P, n, K).
+        derivatives: Of each output, over the root of the point's energy, shape (P, n, K).
         age: Steps since, shape (P, n).
         real: What is no padding, shape (P, n).
         products: Z Z^T, shape (P, n, n).
     """
 
     noise: Tensor
-    slopes: Tensor
+    derivatives: Tensor
     age: Tensor
     real: Tensor
     products: Tensor
@@ -55,20 +55,20 @@ class Measured:
         return Measured(*(value[points] for value in vars(self).values()))
 
     def errors(self, drift: float) -> Tensor:
-        """Variance of each slope at unit energy, 1 in the padding."""
+        """Variance of each derivative at unit energy, 1 in the padding."""
         return torch.where(self.real, ERROR + drift * self.age.square(), 1.0)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Of every point's slopes: alpha and S^-1, shapes (P, n, K) and (P, n, n)."""
+    """Of every point's derivatives: alpha and S^-1, shapes (P, n, K) and (P, n, n)."""
 
     alpha: Tensor
     inverse: Tensor
 
     @property
     def held_out(self) -> Tensor:
-        """Residual of each slope by the fit to the point's others, shape (P, n, K)."""
+        """Residual of each derivative by the fit to the point's others, shape (P, n, K)."""
         return self.alpha / self.inverse.diagonal(dim1=1, dim2=2).unsqueeze(2)
 
 
@@ -79,7 +79,7 @@ class Factors:
     Attributes:
         directions: U, shape (d, r).
         floor: s.
-        drift: Variance of a slope's error per squared step of age, at unit energy.
+        drift: Variance of a derivative's error per squared step of age, at unit energy.
     """
 
     directions: Tensor
@@ -99,13 +99,13 @@ class Factors:
         return rows @ self.directions @ self.directions.T + self.floor * rows
 
     def fit(self, seen: Measured) -> Fit:
-        """Posterior weights of the points' slopes."""
+        """Posterior weights of the points' derivatives."""
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(self._system(seen)))
-        alpha = inverse @ seen.slopes.double()
-        return Fit(alpha.to(seen.slopes), inverse.to(seen.slopes))
+        alpha = inverse @ seen.derivatives.double()
+        return Fit(alpha.to(seen.derivatives), inverse.to(seen.derivatives))
 
     def learned(self, seen: Measured, now: Tensor) -> Factors:
-        """The prior that explains the slopes better.
+        """The prior that explains the derivatives better.
 
         Args:
             seen: All that is remembered.
@@ -125,12 +125,14 @@ class Factors:
         """S of every point; the padding is left to itself."""
         along = seen.noise @ self.directions
         system = along @ along.transpose(1, 2) + self.floor * seen.products
-        return (system + torch.diag_embed(seen.errors(self.drift))).double() / seen.slopes.size(2)
+        return (
+            system + torch.diag_embed(seen.errors(self.drift))
+        ).double() / seen.derivatives.size(2)
 
     def _maximised(self, seen: Measured) -> Tensor:
         """U after one round of expectation maximisation."""
-        rank, outputs = self.directions.size(1), seen.slopes.size(2)
-        along = seen.noise @ self.directions / outputs  # covariance of slopes and coordinates
+        rank, outputs = self.directions.size(1), seen.derivatives.size(2)
+        along = seen.noise @ self.directions / outputs  # covariance of derivatives and coordinates
         fit = self.fit(seen)
         mean = along.transpose(1, 2) @ fit.alpha  # (P, r, K)
         spread = torch.eye(rank) / outputs - along.transpose(1, 2) @ fit.inverse @ along
@@ -139,13 +141,13 @@ class Factors:
         weighted = weight.unsqueeze(2)
 
         def spread_back(rows: Tensor) -> Tensor:
-            """Sum over points and slopes of z times a row, shape (d, r)."""
+            """Sum over points and derivatives of z times a row, shape (d, r)."""
             return seen.noise.flatten(0, 1).T @ (weighted * rows).flatten(0, 1)
 
         def normal(directions: Tensor) -> Tensor:
             return spread_back(seen.noise @ directions @ second) + 1e-6 * directions
 
-        target = spread_back(seen.slopes @ mean.transpose(1, 2))
+        target = spread_back(seen.derivatives @ mean.transpose(1, 2))
         found = self.directions
         residual = target - normal(found)
         way, size = residual, residual.square().sum()
@@ -160,7 +162,7 @@ class Factors:
         return found
 
     def missed(self, seen: Measured) -> float:
-        """Share of this step's slopes, in square, that all others do not explain."""
+        """Share of this step's derivatives, in square, that all others do not explain."""
         fresh = (seen.real & (seen.age == 0)).unsqueeze(2)
         left = (self.fit(seen).held_out * fresh).square().sum()
-        return float(left / (seen.slopes * fresh).square().sum().clamp(min=1e-30))
+        return float(left / (seen.derivatives * fresh).square().sum().clamp(min=1e-30))

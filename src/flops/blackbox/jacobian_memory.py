@@ -1,19 +1,19 @@
-"""Shaped noise for a black box that shows its outputs: what was asked before is remembered.
+"""Jacobian memory: queries of earlier steps still inform the estimate of this one.
 
 The gradient of a point's loss is J^T r, with J the Jacobian of its outputs and r the derivative of
-the loss by these. r changes with every step and is known; J hardly changes from one visit of a
-point to the next. So the slopes of earlier visits still tell about it, and so do those of other
-points, through directions that all of them share (`flops.blackbox.jacobian_factors`). Queries are
-isotropic: each of them also measures what is not known yet. With the posterior mean J' and n
+the loss by these. r changes with every step and is known; J hardly changes from one batch of a
+point to the next. So the derivatives of earlier batches still tell about it, and so do those of
+other points, through directions that all of them share (`flops.blackbox.jacobian_factors`). Queries
+are isotropic: each of them also measures what is not known yet. With the posterior mean J' and n
 queries of this step,
 
     g_j = J'_j^T r_j + (1/n) sum_i h_ji z_ji
 
-where h are held-out residuals: what a slope differs by from what all others say. The more is known,
-the less noise is left. J' in the first part is the mean over fits that leave one query out, so
-that the mean of g_j is right whatever is remembered, as long as the shared directions are those of
-the steps before (``Shaping(unbiased=True)``); by default they are fitted to this step's slopes too,
-which leaves less noise and shortens the estimate a little.
+where h are held-out residuals: a derivative less its prediction from all others. The more is known,
+the less noise is left. J' in the first part is the mean over fits that leave one query out, so that
+the estimate is unbiased whatever is remembered, as long as the shared directions are those of the
+steps before (``Shaping(unbiased=True)``); by default they are fitted to this step's derivatives
+too, which leaves less noise and shortens the estimate a little.
 """
 
 from __future__ import annotations
@@ -26,13 +26,31 @@ import torch
 from torch import Tensor
 
 from flops.blackbox.jacobian_factors import Factors, Fit, Measured
-from flops.engine.queries import Queries, Shaped
-from flops.engine.report import ShapingReport
+from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError
+from flops.estimators.base import (
+    Answer,
+    Estimate,
+    Estimation,
+    Estimator,
+    Perturbation,
+    PointPlan,
+    Queries,
+    Runner,
+    Sink,
+    warn_if_rounding,
+)
+from flops.estimators.likelihood_ratio import LikelihoodRatio
+from flops.passes.replay import Passes
+from flops.passes.selection import Selection
+from flops.perturb.activations import Sites
 from flops.perturb.random import Kind, NoiseStream
+from flops.perturb.rows import Rows
+from flops.subspace.report import ShapingReport
+from flops.subspace.step import ShapedEstimate
 
-NEWEST = 96  # slopes of a point that are remembered, unless one step has more
-MOST = 512  # slopes of a point that are looked at: a fit costs their cube
+NEWEST = 96  # derivatives of a point that are remembered, unless one step has more
+MOST = 512  # derivatives of a point that are looked at: a fit costs their cube
 POINTS = 256  # points that are looked at, unless a batch has more: this step's and the latest
 ROOM = 1 << 27  # noise values that are remembered, 512 MB
 
@@ -40,20 +58,20 @@ Name = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Visit:
+class QueryBatch:
     """Queries of a batch; their noise follows from the key.
 
     Attributes:
         key: Of the noise: seed, step, group.
         ids: Points of the batch.
         draws: How many each of them made.
-        slopes: Of the outputs along each draw, shape (draws in all, K).
+        derivatives: Of the outputs along each draw, shape (draws in all, K).
     """
 
     key: tuple[int, ...]
     ids: list[int]
     draws: list[int]
-    slopes: Tensor
+    derivatives: Tensor
 
     @property
     def name(self) -> Name:
@@ -66,24 +84,24 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Draws of a visit that are remembered.
+class KeptDraws:
+    """Draws of a batch that are remembered.
 
     Attributes:
-        visit: The visit.
+        batch: The batch.
         use: Which of its draws.
         points: Their points.
         number: Place of each among its point's draws, the newest first.
     """
 
-    visit: Visit
+    batch: QueryBatch
     use: Tensor
     points: Tensor
     number: Tensor
 
 
 @dataclass(frozen=True)
-class Recalled:
+class RecycledEstimate:
     """What a step's estimate is.
 
     Attributes:
@@ -92,11 +110,11 @@ class Recalled:
     """
 
     delta: Tensor
-    shaped: Shaped
+    shaped: ShapedEstimate
 
 
 @dataclass(frozen=True)
-class Remembering:
+class JacobianMemory:
     """Estimates with all that earlier steps have asked.
 
     Args:
@@ -111,31 +129,35 @@ class Remembering:
     _noise: dict[Name, Tensor] = field(default_factory=dict, compare=False)
 
     def stream(self, key: tuple[int, ...], ids: list[int], draws: list[int]) -> NoiseStream:
-        """The noise of a visit."""
+        """The noise of a batch."""
         return NoiseStream(self.kind, key, ids, draws, self.size)
 
-    def estimate(self, queries: Queries, slopes: Tensor, draws: Tensor, r: Tensor) -> Recalled:
+    def estimate(
+        self, queries: Queries, derivatives: Tensor, draws: Tensor, r: Tensor
+    ) -> RecycledEstimate:
         """Estimate every point's gradient, and remember.
 
         Args:
             queries: Of this step.
-            slopes: Of the outputs along each draw, shape (draws in all, K).
+            derivatives: Of the outputs along each draw, shape (draws in all, K).
             draws: Of each point, shape (B,).
             r: Derivative of each point's loss by its outputs, shape (B, K).
         """
         memory = queries.memory
-        visit = Visit(queries.key, list(queries.ids), draws.tolist(), slopes)
-        visits = [visit, *(_read(kept) for kept in memory.get("visits", ()))]
-        if any(v.slopes.size(1) != slopes.size(1) for v in visits):
+        batch = QueryBatch(queries.key, list(queries.ids), draws.tolist(), derivatives)
+        batches = [batch, *(_read(kept) for kept in memory.get("visits", ()))]
+        if any(v.derivatives.size(1) != derivatives.size(1) for v in batches):
             raise FlopsError("the objective has another number of outputs than it had before")
-        kept = self._kept(visits)
+        kept = self._kept(batches)
         if not kept:
             raise FlopsError("a step without queries")
         seen, energies, place = self._measured(kept)
         now = torch.tensor([place[i] for i in queries.ids if i in place])
         before = _factors(memory.get("factors"), self.size, queries.key[0])
-        after = before.learned(seen, now) if len(now) and float(slopes.abs().max()) > 0 else before
-        memory["visits"] = [vars(part.visit) for part in kept]
+        after = (
+            before.learned(seen, now) if len(now) and float(derivatives.abs().max()) > 0 else before
+        )
+        memory["visits"] = [vars(part.batch) for part in kept]
         memory["factors"] = vars(after)
         factors = before if self.unbiased else after
         delta = torch.zeros(queries.size, self.size)
@@ -148,20 +170,20 @@ class Remembering:
             delta[known], missed[known] = _gradients(
                 factors, factors.fit(latest), latest, weights, fresh
             )
-        whole = float(((slopes * r.repeat_interleave(draws, 0)).sum(1)).square().sum())
+        whole = float(((derivatives * r.repeat_interleave(draws, 0)).sum(1)).square().sum())
         left = float((missed * draws).sum()) / whole if whole > 0 else 0.0
         report = ShapingReport(0.0, max(0.0, 1 - left), 1.0, 1.0, ())
         error = missed * self.size / draws.clamp(min=1)
-        return Recalled(delta, Shaped(missed, error, self.size, report))
+        return RecycledEstimate(delta, ShapedEstimate(missed, error, self.size, report))
 
-    def _kept(self, visits: Sequence[Visit]) -> list[Part]:
-        """Newest visits first: as many as there is room for, and of each what is not too old."""
-        rows, longest = 0, min(MOST, max(NEWEST, *visits[0].draws))
+    def _kept(self, batches: Sequence[QueryBatch]) -> list[KeptDraws]:
+        """Newest batches first: as many as there is room for, and of each what is not too old."""
+        rows, longest = 0, min(MOST, max(NEWEST, *batches[0].draws))
         count: dict[int, int] = {}
-        kept: list[Part] = []
-        for visit in visits:
+        kept: list[KeptDraws] = []
+        for batch in batches:
             numbers = []
-            for i, draws in zip(visit.ids, visit.draws, strict=True):
+            for i, draws in zip(batch.ids, batch.draws, strict=True):
                 numbers.append(torch.arange(draws) + count.get(i, 0))
                 count[i] = count.get(i, 0) + draws
             number = torch.cat(numbers)
@@ -170,76 +192,181 @@ class Remembering:
             if kept and rows * self.size > ROOM:
                 break
             if len(use):
-                kept.append(Part(visit, use, visit.points()[use], number[use]))
-        names = {part.visit.name for part in kept}
+                kept.append(KeptDraws(batch, use, batch.points()[use], number[use]))
+        names = {part.batch.name for part in kept}
         for name in [n for n in self._noise if n not in names]:
             del self._noise[name]
         return kept
 
-    def _measured(self, kept: Sequence[Part]) -> tuple[Measured, Tensor, dict[int, int]]:
+    def _measured(self, kept: Sequence[KeptDraws]) -> tuple[Measured, Tensor, dict[int, int]]:
         """What is remembered of this step's points and the latest others, energies, places."""
         chosen: dict[int, int] = {}
         for part in kept:
-            for i in part.visit.ids:
+            for i in part.batch.ids:
                 if i not in chosen and (part is kept[0] or len(chosen) < POINTS):
                     chosen[i] = len(chosen)
         place = torch.full((max(chosen) + 1,), -1)
         place[list(chosen)] = torch.arange(len(chosen))
-        step, outputs = kept[0].visit.key[1], kept[0].visit.slopes.size(1)
+        step, outputs = kept[0].batch.key[1], kept[0].batch.derivatives.size(1)
         longest = 1 + max(int(part.number.max()) for part in kept)
         shape = (len(chosen), longest)
-        noise, slopes = torch.zeros(*shape, self.size), torch.zeros(*shape, outputs)
+        noise, derivatives = torch.zeros(*shape, self.size), torch.zeros(*shape, outputs)
         age, real = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
         for part in kept:
             within = part.points < len(place)
             at = place[part.points.clamp(max=len(place) - 1)]
             mine = torch.nonzero(within & (at >= 0)).flatten()
             at, number, use = at[mine], part.number[mine], part.use[mine]
-            noise[at, number] = self._noise_of(part.visit)[use]
-            slopes[at, number] = part.visit.slopes[use]
-            age[at, number] = float(step - part.visit.key[1])
+            noise[at, number] = self._noise_of(part.batch)[use]
+            derivatives[at, number] = part.batch.derivatives[use]
+            age[at, number] = float(step - part.batch.key[1])
             real[at, number] = True
         known = real.any(1)
         places = {i: int(n) for n, i in enumerate(torch.nonzero(known).flatten().tolist())}
         found = {i: places[n] for i, n in chosen.items() if n in places}
-        noise, slopes, age, real = noise[known], slopes[known], age[known], real[known]
-        energies = _energies(slopes, age, real)
-        slopes /= energies.sqrt().view(-1, 1, 1)
+        noise, derivatives, age, real = noise[known], derivatives[known], age[known], real[known]
+        energies = _energies(derivatives, age, real)
+        derivatives /= energies.sqrt().view(-1, 1, 1)
         products = noise @ noise.transpose(1, 2)
-        return Measured(noise, slopes, age, real, products), energies, found
+        return Measured(noise, derivatives, age, real, products), energies, found
 
-    def _noise_of(self, visit: Visit) -> Tensor:
-        """Noise of a visit's draws: kept, or made again behind a restart."""
-        if visit.name not in self._noise:
-            draws = torch.tensor(visit.draws)
+    def _noise_of(self, batch: QueryBatch) -> Tensor:
+        """Noise of a batch's draws: kept, or made again behind a restart."""
+        if batch.name not in self._noise:
+            draws = torch.tensor(batch.draws)
             place = torch.repeat_interleave(torch.arange(len(draws)), draws)
-            number = torch.cat([torch.arange(d) for d in visit.draws])
-            stream = self.stream(visit.key, visit.ids, visit.draws)
-            self._noise[visit.name] = stream.rows(place, number).clone()
-        return self._noise[visit.name]
+            number = torch.cat([torch.arange(d) for d in batch.draws])
+            stream = self.stream(batch.key, batch.ids, batch.draws)
+            self._noise[batch.name] = stream.rows(place, number).clone()
+        return self._noise[batch.name]
+
+
+@dataclass(frozen=True)
+class RecycledLikelihoodRatio(Estimator):
+    """Likelihood ratio on the outputs of a black box, with the Jacobians of earlier queries.
+
+    Args:
+        options: Noise scale, baseline and kind of noise.
+        outputs: What the objective returns besides the losses.
+        size: Numbers of a parameter vector.
+    """
+
+    options: LikelihoodRatio
+    outputs: Outputs
+    size: int
+    known: JacobianMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        shaping = self.options.shaping
+        if shaping is None:
+            raise FlopsError(
+                "outputs are read by shaped noise only: give the estimator a Shaping()"
+            )
+        if self.options.noise == "orthogonal":  # held-out residuals need independent draws
+            raise FlopsError("outputs need independent draws: use noise='gaussian'")
+        if shaping.explore is not None or shaping.decay is not None:
+            raise FlopsError("with outputs all queries are isotropic: leave explore and decay open")
+        known = JacobianMemory(self.options.noise, self.size, shaping.unbiased)
+        object.__setattr__(self, "known", known)
+
+    @property
+    def unit(self) -> int:
+        """Queries per draw."""
+        return self.options.unit
+
+    def check(self, selection: Selection) -> None:
+        """As likelihood ratio."""
+        self.options.check(selection)
+
+    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Sites:
+        """As likelihood ratio."""
+        return self.options.bind(selection, passes, reuse)
+
+    def begin(self, binding: Sites, queries: Queries, runner: Runner) -> Estimation:
+        """One step."""
+        return _Recycled(self, binding, queries)
+
+
+class _Recycled(Estimation):
+    """Derivatives of all outputs along isotropic draws, beside those of earlier batches."""
+
+    def __init__(
+        self, estimator: RecycledLikelihoodRatio, binding: Sites, queries: Queries
+    ) -> None:
+        self._estimator, self._options = estimator, estimator.options
+        self._binding, self._queries = binding, queries
+        assert queries.clean is not None
+        self._clean = estimator.outputs.read(queries.clean)
+        self._draws = queries.counts // self._options.unit
+        self._stream = estimator.known.stream(queries.key, queries.ids, self._draws.tolist())
+        self._plan: PointPlan | None = PointPlan(queries.counts, self._options.unit)
+        self._outputs: list[Tensor] = []
+        self._derivatives, self._points = torch.empty(0), torch.empty(0)
+
+    def plan(self) -> PointPlan | None:
+        """One round."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """Isotropic noise on the parameters."""
+        unit = self._options.unit
+        z = self._stream.rows(rows.points[::unit], rows.draws[::unit])
+        signed = z if unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
+        edits = self._binding.edits(signed, self._options.sigma)
+        return Perturbation(self._binding.query_prefix, edits=edits)
+
+    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+        """Derivatives of the loss, for allocators; those of the outputs are kept."""
+        assert answer.outputs is not None
+        outputs = self._estimator.outputs.read(answer.outputs)
+        clean = self._clean[rows.points]
+        self._outputs.append(self._options.derivatives(outputs, clean, torch.float32))
+        clean = self._queries.losses[rows.points]
+        return self._options.derivatives(answer.losses, clean, torch.float32)
+
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """Estimate every point's gradient, and remember."""
+        queries, estimator = self._queries, self._estimator
+        assert queries.clean is not None
+        self._derivatives, self._points = values, points
+        r = estimator.outputs.derivative(queries.clean, torch.tensor(queries.ids))
+        self._found = estimator.known.estimate(queries, torch.cat(self._outputs), self._draws, r)
+        warn_if_rounding(queries, values * self._options.sigma)
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """The local product of an identity."""
+        deltas = self._binding.split(self._found.delta * (scale / self._queries.size))
+        runner.products(self._binding.local_prefix, self._binding.local, deltas, sink)
+
+    def finish(self) -> Estimate:
+        """Derivatives, energies and errors."""
+        size = float(self._estimator.size)
+        return Estimate(self._derivatives, self._points, size, shaped=self._found.shaped)
 
 
 def _gradients(
     factors: Factors, fit: Fit, seen: Measured, weights: Tensor, fresh: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the points' losses, and what this step's slopes leave of their energy."""
+    """Gradients of the points' losses, and what this step's derivatives leave of their energy."""
     count = fresh.sum(1, keepdim=True).clamp(min=1)
     alpha = (fit.alpha * weights).sum(2)
     held = torch.where(fresh, (fit.held_out * weights).sum(2), 0.0)
     without = alpha - (fit.inverse @ (held / count).unsqueeze(2)).squeeze(2)
     rows = (without.unsqueeze(1) @ seen.noise).squeeze(1)
-    mean = factors.times(rows) / seen.slopes.size(2)
+    mean = factors.times(rows) / seen.derivatives.size(2)
     left = ((held / count).unsqueeze(1) @ seen.noise).squeeze(1)
     return mean + left, held.square().sum(1) / count.squeeze(1)
 
 
-def _energies(slopes: Tensor, age: Tensor, real: Tensor) -> Tensor:
-    """Mean square of each point's newest slopes, summed over the outputs.
+def _energies(derivatives: Tensor, age: Tensor, real: Tensor) -> Tensor:
+    """Mean square of each point's newest derivatives, summed over the outputs.
 
-    Not much less than that of all its slopes: older ones are measured by it too.
+    Not much less than that of all its derivatives: older ones are measured by it too.
     """
     newest = torch.where(real, age, torch.inf).amin(1, keepdim=True)
-    squares = slopes.square().sum(2)
+    squares = derivatives.square().sum(2)
 
     def mean(of: Tensor) -> Tensor:
         return torch.where(of, squares, 0.0).sum(1) / of.sum(1)
@@ -247,8 +374,10 @@ def _energies(slopes: Tensor, age: Tensor, real: Tensor) -> Tensor:
     return torch.maximum(mean(real & (age == newest)), 0.01 * mean(real)).clamp(min=1e-30)
 
 
-def _read(kept: Mapping[str, Any]) -> Visit:
-    return Visit(tuple(kept["key"]), list(kept["ids"]), list(kept["draws"]), kept["slopes"])
+def _read(kept: Mapping[str, Any]) -> QueryBatch:
+    return QueryBatch(
+        tuple(kept["key"]), list(kept["ids"]), list(kept["draws"]), kept["derivatives"]
+    )
 
 
 def _factors(kept: Mapping[str, Any] | None, size: int, seed: int) -> Factors:

@@ -1,14 +1,15 @@
-"""The journal: what a run needs to go on after a crash, on this machine or another.
+"""The journal: what a run needs to continue after a crash, on this machine or another.
 
-- A request is on the disk, byte by byte, before it is sent. If the process dies, what may have been
-  sent is sent again as it was: the service knows the bytes under their key and charges nothing.
-- An answer is on the disk before it is used; its request is deleted in the same transaction.
-- Discrete decisions of the tuner (how many queries each point gets, which directions are asked) are
-  on the disk before the question that follows from them. Nobody decides again.
-- Snapshots of the run's whole state. Only what came after the last one is computed again, from the
-  answers; what is older than the last but one is deleted, and only its sums are kept.
+- A request is on disk, byte for byte, before it is sent. If the process dies, the same bytes are
+  sent again under the same idempotency key, and the service charges nothing.
+- Values are on disk before they are used; their request is deleted in the same transaction.
+- Discrete decisions of the tuner (queries per point, directions to measure) are on disk before the
+  candidates that follow from them, and are never made twice.
+- Snapshots hold the whole state of a run. Only what came after the last one is computed again, from
+  the recorded values; what is older than the last but one is deleted, and only its sums are kept.
 
-Everything that is stored carries a checksum, which is compared when it is read.
+Every row carries a checksum, which is verified when it is read. A row belongs to an ask/tell round,
+numbered from 0 (the column ``question``) and, of a request, to a part of its candidates.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flops import __version__
 from flops.errors import FlopsError
 
 SCHEMA = 2
@@ -65,12 +67,12 @@ class JournalError(FlopsError):
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
-    """What an objective answered, and what it took.
+class Evaluation:
+    """What an objective returned, and what it cost.
 
     Attributes:
-        columns: Loss and what else is known of each row, float32 of shape (Q, k).
-        cost: What is counted beside the rows, such as texts that were encoded.
+        columns: Loss and other columns of each row, float32 of shape (Q, k).
+        cost: What is counted besides the rows, such as encoded texts.
     """
 
     columns: Tensor
@@ -79,19 +81,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent, exactly: the bytes and the key under which they may be repeated."""
+    """What is sent, exactly: the bytes and their idempotency key."""
 
     key: str
     body: bytes
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Structure of a question: what follows from decisions, not from rounding.
+class Signature:
+    """Structure of candidates: what follows from decisions, not from rounding.
 
     Attributes:
-        kind: Of the question.
-        points: Of its rows.
+        kind: Of the candidates.
+        points: Of their rows.
     """
 
     kind: str
@@ -102,22 +104,22 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """What the journal has of one question.
+class Round:
+    """What the journal has of one ask/tell round.
 
     Attributes:
-        plan: Its structure; None if it was never asked.
+        signature: Of its candidates; None if they were never sent.
         decisions: Name and value of those before it.
-        requests: By part: sent, perhaps, and not answered.
-        answers: By part.
-        damaged: Parts whose answer or request fails its checksum.
-        paid: Those among them that had been answered.
+        requests: By part: perhaps sent, and without values.
+        evaluations: By part.
+        damaged: Parts whose values or request fail their checksum.
+        paid: Those among them that had been evaluated.
     """
 
-    plan: Plan | None
+    signature: Signature | None
     decisions: list[tuple[str, Any]]
     requests: dict[int, list[Request]]
-    answers: dict[int, Answer]
+    evaluations: dict[int, Evaluation]
     damaged: dict[int, str]
     paid: set[int]
 
@@ -127,16 +129,17 @@ def _say(message: str) -> None:
 
 
 class Journal:
-    """State and answers of one run, in an SQLite file that only its owner can read.
+    """State and values of one run, in an SQLite file that only its owner can read.
 
     Args:
         path: The file; its folder is made if it is not there. ":memory:" keeps nothing.
-        settings: What the run's questions follow from; a journal of other settings is refused.
+        settings: What the run's candidates follow from; a journal of other settings is refused.
         say: Told, in a sentence, what was wrong and what is done about it; a warning by default.
         patience: Seconds for which a full disk is waited for.
 
     Attributes:
         run: Name of the run, random, for the keys of its requests.
+        version: Of flops that started it.
 
     Raises:
         JournalError: If it is of another run or version, damaged, or another process writes to it.
@@ -169,103 +172,103 @@ class Journal:
             self.close()
             raise
 
-    def kept(self, question: int) -> Kept:
-        """All that is there of a question.
+    def read(self, number: int) -> Round:
+        """All that is there of a round.
 
         Raises:
             JournalError: If its structure or decisions are damaged.
         """
-        plan, decisions = None, []
+        signature, decisions = None, []
         for kind, points, mark in self._read(
-            "select kind, points, mark from plans where question = ?", question
+            "select kind, points, mark from plans where question = ?", number
         ):
-            self._check(mark, f"the structure of question {question}", question, kind, points)
-            plan = Plan(kind, tuple(np.frombuffer(points, dtype="<i8").tolist()))
+            self._check(mark, f"the structure of round {number}", number, kind, points)
+            signature = Signature(kind, tuple(np.frombuffer(points, dtype="<i8").tolist()))
         for place, name, value, mark in self._read(
             "select place, name, value, mark from decisions where question = ? order by place",
-            question,
+            number,
         ):
-            what = f"decision {place} ({name}) before question {question}"
-            self._check(mark, what, question, place, name, value)
+            what = f"decision {place} ({name}) before round {number}"
+            self._check(mark, what, number, place, name, value)
             decisions.append((name, unpack(value)))
         requests: dict[int, list[Request]] = {}
-        answers, damaged, paid = {}, {}, set()
+        evaluations, damaged, paid = {}, {}, set()
         for part, place, key, body, mark in self._read(
             "select part, place, key, body, mark from requests where question = ? "
             "order by part, place",
-            question,
+            number,
         ):
             requests.setdefault(part, []).append(Request(key, bytes(body)))
-            if mark != _mark(question, part, place, key, body):
-                damaged[part] = f"request {place} of question {question}, part {part}"
-        for part, count, answer, cost, mark in self._read(
-            "select part, count, answer, cost, mark from answers where question = ?", question
+            if mark != _mark(number, part, place, key, body):
+                damaged[part] = f"request {place} of round {number}, part {part}"
+        for part, count, values, cost, mark in self._read(
+            "select part, count, answer, cost, mark from answers where question = ?", number
         ):
-            if mark != _mark(question, part, count, answer, cost):
-                damaged[part] = f"the answer to question {question}, part {part}"
+            if mark != _mark(number, part, count, values, cost):
+                damaged[part] = f"the values of round {number}, part {part}"
                 paid.add(part)
                 continue
-            columns = torch.from_numpy(np.frombuffer(answer, dtype="<f4").copy())
-            answers[part] = Answer(columns.reshape(count, -1), json.loads(cost))
+            columns = torch.from_numpy(np.frombuffer(values, dtype="<f4").copy())
+            evaluations[part] = Evaluation(columns.reshape(count, -1), json.loads(cost))
         for part in damaged:
             requests.pop(part, None)
-        return Kept(plan, decisions, requests, answers, damaged, paid)
+        return Round(signature, decisions, requests, evaluations, damaged, paid)
 
     def write(
         self,
-        question: int,
-        plan: Plan | None = None,
+        number: int,
+        signature: Signature | None = None,
         decisions: Sequence[tuple[str, Any]] = (),
         requests: Mapping[int, Sequence[Request]] | None = None,
-        answers: Mapping[int, Answer] | None = None,
+        evaluations: Mapping[int, Evaluation] | None = None,
         repaired: Iterable[int] = (),
     ) -> None:
-        """Keep what belongs to a question, in one transaction; on the disk when this returns.
+        """Record what belongs to a round, in one transaction; on disk when this returns.
 
         Args:
-            question: Its number.
-            plan: Its structure, the first time.
+            number: Of the round.
+            signature: Of its candidates, the first time.
             decisions: Made before it.
             requests: By part, about to be sent.
-            answers: By part; their requests are deleted.
-            repaired: Parts among the answers that were there before and could not be read.
+            evaluations: By part; their requests are deleted.
+            repaired: Parts among them that were there before and could not be read.
 
         Raises:
             JournalError: If it cannot be written, though a full disk was waited for.
         """
         todo: list[Statement] = []
-        if plan is not None:
-            points = np.array(plan.points, dtype="<i8").tobytes()
-            row = (question, plan.kind, points)
+        if signature is not None:
+            points = np.array(signature.points, dtype="<i8").tobytes()
+            row = (number, signature.kind, points)
             todo.append(("insert into plans values (?, ?, ?, ?)", (*row, _mark(*row))))
         for place, (name, value) in enumerate(decisions):
-            given = (question, place, name, pack(value))
+            given = (number, place, name, pack(value))
             todo.append(("insert into decisions values (?, ?, ?, ?, ?)", (*given, _mark(*given))))
         for part, several in (requests or {}).items():
             for place, request in enumerate(several):
-                sent = (question, part, place, request.key, request.body)
+                sent = (number, part, place, request.key, request.body)
                 todo.append(
                     ("insert or replace into requests values (?,?,?,?,?,?)", (*sent, _mark(*sent)))
                 )
         again = set(repaired)
-        for part, answer in (answers or {}).items():
-            todo += self._answered(question, part, answer, part in again)
+        for part, evaluation in (evaluations or {}).items():
+            todo += self._evaluated(number, part, evaluation, part in again)
         self._commit(todo)
 
-    def save(self, question: int, state: bytes) -> bool:
-        """Keep a snapshot of the state before a question, and delete what is no longer needed.
+    def save(self, number: int, state: bytes) -> bool:
+        """Keep a snapshot of the state before a round, and delete what is no longer needed.
 
         Returns:
             Whether there was room for it; without it, more is computed again after a crash.
         """
         pieces = [state[i : i + PIECE] for i in range(0, len(state), PIECE)] or [b""]
-        todo: list[Statement] = [("delete from snapshots where question >= ?", (question,))]
+        todo: list[Statement] = [("delete from snapshots where question >= ?", (number,))]
         for place, piece in enumerate(pieces):
-            row = (question, place, len(pieces), piece)
+            row = (number, place, len(pieces), piece)
             todo.append(("insert into snapshots values (?, ?, ?, ?, ?)", (*row, _mark(*row))))
         before = [q for (q,) in self._read("select distinct question from snapshots")]
-        oldest = sorted({*(q for q in before if q < question), question})[-SNAPSHOTS:][0]
-        if len(before) + (question not in before) >= SNAPSHOTS:
+        oldest = sorted({*(q for q in before if q < number), number})[-SNAPSHOTS:][0]
+        if len(before) + (number not in before) >= SNAPSHOTS:
             for table in ("snapshots", "plans", "decisions", "requests", "answers"):
                 todo.append((f"delete from {table} where question < ?", (oldest,)))
         try:
@@ -275,21 +278,21 @@ class Journal:
         return True
 
     def snapshots(self) -> Iterator[tuple[int, bytes | None]]:
-        """Question and state of each snapshot, the newest first; None for one that is damaged."""
+        """Round and state of each snapshot, the newest first; None for one that is damaged."""
         found = self._read("select distinct question from snapshots order by question desc")
-        for (question,) in found:
+        for (number,) in found:
             rows = self._read(
                 "select place, pieces, data, mark from snapshots where question = ? order by place",
-                question,
+                number,
             )
             whole = bool(rows) and len(rows) == rows[0][1]
             whole = whole and all(
-                mark == _mark(question, place, pieces, data) for place, pieces, data, mark in rows
+                mark == _mark(number, place, pieces, data) for place, pieces, data, mark in rows
             )
-            yield question, b"".join(bytes(row[2]) for row in rows) if whole else None
+            yield number, b"".join(bytes(row[2]) for row in rows) if whole else None
 
     def first(self) -> int | None:
-        """The first question that is still there."""
+        """The first round that is still there."""
         found: int | None = self._read("select min(question) from plans")[0][0]
         return found
 
@@ -305,7 +308,7 @@ class Journal:
         return found
 
     def paid(self) -> dict[str, int]:
-        """Rows that were answered, parts, and the sums of their costs."""
+        """Rows that were evaluated, parts, and the sums of their costs."""
         return {"queries": 0, "answers": 0} | dict(self._read("select name, value from totals"))
 
     def close(self) -> None:
@@ -319,16 +322,16 @@ class Journal:
                 self._counted = {}
         self._base.close()
 
-    def _answered(
-        self, question: int, part: int, answer: Answer, repaired: bool
+    def _evaluated(
+        self, number: int, part: int, evaluation: Evaluation, repaired: bool
     ) -> Iterator[Statement]:
-        values = answer.columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
-        row = (question, part, len(answer.columns), values, json.dumps(dict(answer.cost)))
+        values = evaluation.columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
+        row = (number, part, len(evaluation.columns), values, json.dumps(dict(evaluation.cost)))
         verb = "insert or replace" if repaired else "insert"
         yield f"{verb} into answers values (?, ?, ?, ?, ?, ?)", (*row, _mark(*row))
-        yield "delete from requests where question = ? and part = ?", (question, part)
-        costs = {"queries": len(answer.columns), "answers": 1, **answer.cost}
-        if repaired and answer.cost.get("replays") != 0:  # it was paid for, and counted, before
+        yield "delete from requests where question = ? and part = ?", (number, part)
+        costs = {"queries": len(evaluation.columns), "answers": 1, **evaluation.cost}
+        if repaired and evaluation.cost.get("replays") != 0:  # it was paid for, and counted, before
             costs = {}
         for name, value in costs.items():
             yield _added("totals"), (name, value)
@@ -352,8 +355,8 @@ class Journal:
                 if time.monotonic() + wait > end:
                     raise DiskFullError(
                         f"the journal {self.path} cannot be written ({error}): free some space on "
-                        "its disk and start the same command again; everything that was answered "
-                        "is kept, and nothing is paid for twice"
+                        "its disk and start the same command again; no value is lost, and nothing "
+                        "is paid for twice"
                     ) from error
                 if not self._full:
                     self.say(
@@ -388,9 +391,7 @@ class Journal:
         return JournalError(f"the journal {self.path}: {why}")
 
     def _about(self, settings: Mapping[str, Any]) -> str:
-        """Check or write what the run is; returns its name."""
-        from flops import __version__
-
+        """Check or write the settings of the run; returns its name."""
         here = json.loads(json.dumps(dict(settings)))
         tables = self._base.execute("select name from sqlite_master where type = 'table'")
         if not tables.fetchall():
@@ -400,14 +401,15 @@ class Journal:
             self._base.executescript("begin immediate;" + TABLES)
             self._base.executemany("insert into about values (?, ?)", rows.items())
             self._base.execute("commit")
+            self.version = __version__
             return run
         kept = dict(self._base.execute("select name, value from about"))
+        self.version = str(kept.get("version", "0.1.0 before journals had snapshots"))
         if kept.get("schema") != str(SCHEMA):
-            writer = kept.get("version", "0.1.0 before journals had snapshots")
             raise JournalError(
                 f"the journal {self.path} has schema {kept.get('schema')}, written by flops "
-                f"{writer}; this version ({__version__}) reads schema {SCHEMA}. Finish the run "
-                "with the version that began it, or start anew in another folder"
+                f"{self.version}; this version ({__version__}) reads schema {SCHEMA}. Finish the "
+                "run with the version that started it, or start anew in another folder"
             )
         there = json.loads(kept["settings"])
         other = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
@@ -415,7 +417,7 @@ class Journal:
             now = ", ".join(f"{n} {there.get(n)!r} is now {here.get(n)!r}" for n in other[:3])
             raise JournalError(
                 f"the journal {self.path} is of a run with other settings ({now}); "
-                "go on with those, or start anew in another folder"
+                "continue with those, or start anew in another folder"
             )
         return str(kept["run"])
 

@@ -1,10 +1,10 @@
-"""What a black box is, a function of parameters and points that returns losses; questions to it.
+"""Objectives: functions of parameters and points that return losses; and candidates for them.
 
     losses = objective(parameters, points)    # (Q, d) and (Q,) -> (Q,)
 
-Row q asks for the loss of point ``points[q]`` under ``parameters[q]``. Nothing else is known of it:
-it may be a service, a simulator, a person. It need not be differentiable; an accuracy will do.
-A value of a whole data set (F1) is an objective with a single point.
+Row q is the loss of point ``points[q]`` under ``parameters[q]``. Nothing else is known of it: it
+may be a service, a simulator, a person. It need not be differentiable; an error rate will do.
+A metric of a whole data set (F1) is an objective with a single point.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from flops.errors import FlopsError
 
 
 class ObjectiveError(FlopsError, ValueError):
-    """An objective's answer is not one finite loss for each row."""
+    """An objective did not return one finite loss per row."""
 
 
 @runtime_checkable
 class Objective(Protocol):
     """Losses of points, each under parameters of its own.
 
-    An answer may have several columns, shape (Q, k): the first is the loss, the others are kept
-    for whoever reads the answers (whether a point was classified rightly, say).
+    It may return several columns, shape (Q, k): the first is the loss, the others are kept
+    (whether a point was classified correctly, say).
     """
 
     def __call__(self, parameters: Tensor, points: Tensor) -> Tensor:
-        """Answer a question, shapes (Q, d) and (Q,)."""
+        """Evaluate rows, shapes (Q, d) and (Q,)."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """Rows to ask an objective about.
+class Candidates:
+    """Rows to evaluate.
 
     Attributes:
         parameters: Of each row, shape (Q, d), float32. Rows may share memory.
         points: Position of each row's point in the data set, shape (Q,).
-        kind: What the answer is for: "clean", "query", "validation", "test".
+        kind: What the values are for: "clean", "query", "validation", "test".
     """
 
     parameters: Tensor
@@ -53,12 +53,12 @@ class Question:
     def __len__(self) -> int:
         return len(self.points)
 
-    def part(self, begin: int, end: int) -> Question:
-        """Some rows that follow each other."""
-        return Question(self.parameters[begin:end], self.points[begin:end], self.kind)
+    def part(self, begin: int, end: int) -> Candidates:
+        """A range of rows."""
+        return Candidates(self.parameters[begin:end], self.points[begin:end], self.kind)
 
     def digest(self) -> bytes:
-        """Tells this question from any other, bit by bit."""
+        """Identifies these candidates bit for bit."""
         mark = hashlib.sha256(f"{self.kind} {tuple(self.parameters.shape)}".encode())
         values = self.parameters
         if len(values) > 1 and values.stride(0) == 0:  # one vector for all rows
@@ -69,25 +69,26 @@ class Question:
         return mark.digest()
 
 
-def checked(answer: Tensor, question: Question) -> Tensor:
-    """An answer as float32 of shape (Q, k), the loss in the first column.
+def checked(values: Tensor, candidates: Candidates) -> Tensor:
+    """Values as float32 of shape (Q, k), the loss in the first column.
 
     Raises:
-        ObjectiveError: If it is not one finite loss for each row.
+        ObjectiveError: If they are not one finite loss per row.
     """
-    answer = torch.as_tensor(answer).detach().cpu()
-    columns = answer.unsqueeze(1) if answer.dim() == 1 else answer
-    if columns.dim() != 2 or len(columns) != len(question) or columns.size(1) < 1:
+    values = torch.as_tensor(values).detach().cpu()
+    columns = values.unsqueeze(1) if values.dim() == 1 else values
+    if columns.dim() != 2 or len(columns) != len(candidates) or columns.size(1) < 1:
         raise ObjectiveError(
-            f"the objective must return one loss for each of the {len(question)} rows (or columns "
-            f"with the loss first), but returned shape {tuple(answer.shape)}"
+            f"the objective must return one loss for each of the {len(candidates)} rows (or "
+            f"columns with the loss first), but returned shape {tuple(values.shape)}"
         )
     columns = columns.to(torch.float32)
     bad = torch.nonzero(~torch.isfinite(columns[:, 0])).flatten()
     if len(bad):
-        points = question.points[bad[:3]].tolist()
+        points = candidates.points[bad[:3]].tolist()
         raise ObjectiveError(
-            f"the objective returned a loss that is not finite for {len(bad)} of {len(question)} "
-            f"rows, the first of points {points}; return a large finite one instead"
+            f"the objective returned a loss that is not finite for {len(bad)} of "
+            f"{len(candidates)} rows, the first of points {points}; return a large finite one "
+            "instead"
         )
     return columns

@@ -1,4 +1,4 @@
-"""In which order points come: every epoch all of them once, in batches, by the seed alone."""
+"""Order of points: every epoch all of them once, in batches, by the seed alone."""
 
 from __future__ import annotations
 

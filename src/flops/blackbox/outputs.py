@@ -1,9 +1,8 @@
-"""Answers that say more than a loss: outputs of the black box, of which the loss is a function.
+"""Outputs of a black box, of which the loss is a known function.
 
-A service that returns logits returns with every query how all of them change, at no further price.
-The loss is made of them at home, so its derivative by the outputs is known; what is not known, and
-is learned from all queries of a run (`flops.blackbox.jacobian_memory`), is how outputs depend on
-the parameters.
+A service that returns logits shows with every query how all of them change, at no further cost.
+The client computes the loss from them, so its derivative by the outputs is known; the Jacobian of
+the outputs is learned from all queries of a run (`flops.blackbox.jacobian_memory`).
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from flops.errors import FlopsError
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """Outputs of an objective whose answers have several columns.
+    """Outputs of an objective that returns several columns.
 
     Args:
-        of: Outputs of an answer: ``outputs = of(columns)``, shapes (Q, k) and (Q, K). They should
+        of: Outputs in the columns: ``outputs = of(columns)``, shapes (Q, k) and (Q, K). They should
             hold nothing that the loss does not depend on: logits less their mean, say.
         loss: Losses of outputs: ``losses = loss(outputs, points)``, shapes (Q, K), (Q,) and (Q,),
             differentiable by the outputs.
@@ -35,7 +34,7 @@ class Outputs:
         """Of each row's loss by its outputs, shape (Q, K).
 
         Raises:
-            FlopsError: If the loss of the outputs is not the answer's own, or has no derivative.
+            FlopsError: If the loss of the outputs is not the objective's own, or has no derivative.
         """
         outputs = self.read(columns).detach().requires_grad_()
         with torch.enable_grad():
@@ -44,17 +43,17 @@ class Outputs:
         own = columns[:, 0]
         same = losses.shape == own.shape
         if not same or not torch.allclose(losses.detach().to(own), own, 1e-3, 1e-3):
-            raise FlopsError("`outputs.loss` does not give the losses that the objective answers")
+            raise FlopsError("`outputs.loss` does not give the losses that the objective returns")
         if not bool(torch.isfinite(found).all()):
             raise FlopsError("the derivative of `outputs.loss` is not finite")
         return found
 
     def read(self, columns: Tensor) -> Tensor:
-        """Outputs of an answer, checked."""
+        """Outputs in the columns, checked."""
         outputs = self.of(columns)
         if outputs.dim() != 2 or len(outputs) != len(columns) or outputs.size(1) < 1:
             raise FlopsError(
-                f"`outputs.of` must make (rows, outputs) of an answer of shape "
+                f"`outputs.of` must make (rows, outputs) of columns of shape "
                 f"{tuple(columns.shape)}, not {tuple(outputs.shape)}"
             )
         if not bool(torch.isfinite(outputs).all()):

@@ -1,4 +1,4 @@
-"""Snapshots of a run: its exact state at pauses, so that a restart computes little again.
+"""Snapshots of a run: its exact state between steps, so that a restart repeats little work.
 
 A snapshot is taken when the time since the last one is long against what that one took, so a run
 spends a few per cent of its time on them however large its state is.
@@ -12,22 +12,24 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from flops.blackbox.ask_tell import Inquiry
+from flops import __version__
+from flops.blackbox.ask_tell import AskTell
 from flops.blackbox.journal import Journal, JournalError, pack, unpack
+from flops.errors import FlopsError
 
 SHARE = 0.03  # of a run's time is spent on snapshots, at most
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be stopped at a pause and go on from there."""
+    """What can be stopped at a pause and continue from there."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later questions and results follow from."""
+        """Everything that later candidates and results follow from."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where it was taken."""
+        """Continue where it was taken."""
         ...
 
 
@@ -48,53 +50,51 @@ class Snapshots:
     _last: float = field(default_factory=lambda: time.monotonic(), init=False)
 
     @classmethod
-    def of(cls, inquiry: Inquiry, journal: Journal, share: float) -> Snapshots | None:
-        """None for what has no state to keep."""
-        return cls(inquiry, journal, share) if isinstance(inquiry, Stateful) else None
+    def of(cls, optimizer: AskTell, journal: Journal, share: float) -> Snapshots | None:
+        """None for an optimizer without a state."""
+        return cls(optimizer, journal, share) if isinstance(optimizer, Stateful) else None
 
     def restore(self) -> int | None:
         """Bring the run to its last snapshot.
 
         Returns:
-            The number of the next question; None if it starts from its beginning.
+            The number of the next round; None if it starts from its beginning.
 
         Raises:
             JournalError: If no snapshot can be read, and what came before them is gone.
         """
         damaged = []
-        for question, data in self.journal.snapshots():
+        for number, data in self.journal.snapshots():
             if data is None:
-                damaged.append(question)
+                damaged.append(number)
                 continue
             kept = unpack(data)
             try:
                 self.run.load_state_dict(kept["state"])
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            except (FlopsError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise JournalError(
                     f"the snapshot in {self.journal.path}, written by flops {kept['flops']} with "
                     f"torch {kept['torch']}, cannot be read by this version ({error}); finish the "
-                    "run with that one"
+                    "run with that version"
                 ) from error
-            self._say(damaged, f"going on from the one before question {question}")
-            return question
+            self._say(damaged, f"continuing from the one before round {number}")
+            return number
         if self.journal.first() not in (None, 0):
             raise JournalError(
-                f"the journal {self.journal.path} is damaged: the snapshots before the questions "
+                f"the journal {self.journal.path} is damaged: the snapshots before the rounds "
                 f"{damaged} fail their checksums. Restore the file from a backup, or start anew "
                 "in another folder"
             )
-        self._say(damaged, "going on from the beginning, with the answers that are there")
+        self._say(damaged, "continuing from the beginning, with the recorded values")
         return None
 
-    def offer(self, question: int) -> bool:
-        """At a pause before this question: take a snapshot if it is time for one."""
-        from flops import __version__
-
+    def offer(self, number: int) -> bool:
+        """At a pause before this round: take a snapshot if it is time for one."""
         if time.monotonic() - self._last < self._took / self.share:
             return False
         began = time.monotonic()
         about = {"flops": __version__, "torch": str(torch.__version__)}
-        done = self.journal.save(question, pack({"state": self.run.state_dict(), **about}))
+        done = self.journal.save(number, pack({"state": self.run.state_dict(), **about}))
         self._last = time.monotonic()
         self._took = self._last - began
         return done
@@ -102,6 +102,6 @@ class Snapshots:
     def _say(self, damaged: list[int], instead: str) -> None:
         if damaged:
             self.journal.say(
-                f"the snapshot before question {damaged[0]} in {self.journal.path} is damaged (its "
-                f"checksum is another one); {instead}"
+                f"the snapshot before round {damaged[0]} in {self.journal.path} is damaged (it "
+                f"fails its checksum); {instead}"
             )

@@ -18,33 +18,36 @@ from torch import Tensor, nn
 
 from flops.allocators.base import Allocator, Signal
 from flops.allocators.equal import Equal
-from flops.blackbox.ask_tell import PAUSE, Inquiry
-from flops.blackbox.estimating import Options, VectorEstimator
-from flops.blackbox.objective import Objective, Question
+from flops.blackbox.ask_tell import PAUSE, AskTell, Work
+from flops.blackbox.jacobian_memory import RecycledLikelihoodRatio
+from flops.blackbox.objective import Candidates, Objective
 from flops.blackbox.order import Order
 from flops.blackbox.outputs import Outputs
-from flops.engine.allocation import check_allocators, floor_of, spending
-from flops.engine.collectives import Team
-from flops.engine.groups import ResolvedGroup
-from flops.engine.meetings import Work
-from flops.engine.queries import Ledger, Queries
+from flops.blackbox.vector import Vector, VectorEngine
+from flops.engine.allocation import check_allocators, floor_of
+from flops.engine.collectives import Collectives
+from flops.engine.gradients import Collector
 from flops.engine.report import ForwardEquivalents, StepReport
+from flops.engine.runner import Cost, LocalRunner
+from flops.engine.step import GroupStep, QueryLoop
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
+from flops.estimators.base import Answer, Estimator, Queries
+from flops.estimators.parameter_noise import ParameterNoise
 
-SCHEMA = 1
-AT_ONCE = 1 << 25  # noise values of one question, 128 MB
+SCHEMA = 2
+AT_ONCE = 1 << 25  # noise values of one candidates, 128 MB
 NAME = "parameters"
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Tuner(Inquiry):
+class Tuner(AskTell):
     """Minimises the mean loss over points of which nothing but losses is known.
 
     Args:
         start: Parameters to start from, shape (d,).
-        points: How many points there are; questions name them by 0, ..., points - 1.
+        points: How many points there are; candidates name them by 0, ..., points - 1.
         objective: ``losses = objective(parameters, points)``; None for `ask` and `tell` alone.
         estimator: `LikelihoodRatio`, `ES` or `SPSA`, with `shaping=Shaping()` for shaped noise.
         queries: Mean queries per point of a batch; the clean losses come on top.
@@ -55,7 +58,7 @@ class Tuner(Inquiry):
         parts: Name and shape of each part of the vector, such as
             ``{"text": (12, 500), "image": (10, 500)}``: shaped noise learns positions and channels
             of each. One flat part if None.
-        outputs: Of an objective whose answers show more than losses: shaped noise then remembers,
+        outputs: Of an objective that returns more than losses: shaped noise then remembers,
             from step to step, how the outputs of every point follow the parameters.
         embeddings: What the Gaussian allocator compares points by, shape (points, E).
         seed: Key of the noise and of the order of points.
@@ -63,7 +66,7 @@ class Tuner(Inquiry):
     Attributes:
         parameters: As they are now, shape (d,).
         steps: Steps taken.
-        asked: Rows answered so far, clean ones included.
+        asked: Rows evaluated so far, clean ones included.
         report: Of the last step.
 
     The mean of the estimate is the gradient of the loss smoothed by the noise; with ``outputs`` the
@@ -79,7 +82,7 @@ class Tuner(Inquiry):
         points: int,
         objective: Objective | None = None,
         *,
-        estimator: Options | None = None,
+        estimator: LikelihoodRatio | ParameterNoise | None = None,
         queries: float = 60.0,
         allocator: Allocator | None = None,
         batch: int = 64,
@@ -99,29 +102,31 @@ class Tuner(Inquiry):
         shapes = parts or {NAME: tuple(start.shape)}
         if sum(torch.Size(shape).numel() for shape in shapes.values()) != len(start):
             raise FlopsError(f"the parts {shapes} do not add up to {len(start)} parameters")
-        self.theta = nn.Parameter(start.detach().to("cpu", torch.float32, copy=True))
-        options = estimator or LikelihoodRatio(sigma=1e-2)
-        known = VectorEstimator(options, self.theta, tuple(shapes.items()), outputs)
-        self._estimator = known
-        self.group = ResolvedGroup(NAME, {}, (self.theta,), known, queries)
-        least = known.unit
-        if self.group.budget(1) < least:
-            raise FlopsError(f"need at least {least} queries per point, not {queries}")
+        self._vector = Vector(start, shapes)
+        chosen = _on_identity(estimator or LikelihoodRatio(sigma=1e-2), outputs, len(start))
+        self._engine = VectorEngine(self._vector, chosen, queries, NAME)
+        self.group = self._engine.group
+        if self.group.budget(1) < chosen.unit:
+            raise FlopsError(f"need at least {chosen.unit} queries per point, not {queries}")
         allocators = {NAME: copy.deepcopy(allocator or Equal())}
         check_allocators([self.group], allocators)
         self.allocator = allocators[NAME]
         make = optimizer or (lambda p: torch.optim.Adam(p, learning_rate))
-        self.optimizer = make([self.theta])
+        self.optimizer = make(list(self._vector.parameters()))
         self.points, self.batch, self.seed = points, min(batch, points), seed
         self.embeddings, self.memory = embeddings, dict[str, Any]()
         self.steps = 0
         self.report: StepReport | None = None
-        self._chunk = max(2 * known.unit, AT_ONCE // len(start))
+        self._chunk = max(2 * chosen.unit, AT_ONCE // len(start))
+
+    def __repr__(self) -> str:
+        size, name = len(self.parameters), type(self.group.estimator).__name__
+        return f"Tuner({size} parameters, {self.points} points, {name}, steps={self.steps})"
 
     @property
     def parameters(self) -> Tensor:
         """As they are now, shape (d,)."""
-        return self.theta.detach().clone()
+        return self._vector.flat
 
     @property
     def steps_per_epoch(self) -> int:
@@ -129,15 +134,15 @@ class Tuner(Inquiry):
         return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
-        """Rows that the next step asks for."""
+        """Rows that the next step evaluates."""
         size = len(self._batch(self.steps))
-        return size * self._estimator.reads_clean + self.group.budget(size)
+        return size * self.group.estimator.reads_clean + self.group.budget(size)
 
     def step(self) -> StepReport:
-        """Ask the objective for a step's rows, and take it."""
+        """Evaluate a step's rows with the objective, and take it."""
         before = self.steps
         while self.steps == before:
-            self.tell(self.answer(self.ask()))
+            self.tell(self.evaluate(self.ask()))
         assert self.report is not None
         return self.report
 
@@ -147,23 +152,21 @@ class Tuner(Inquiry):
             yield self.step()
 
     def work(self) -> Work[None]:
-        """Steps without end, as questions."""
+        """Steps without end, as candidates."""
         while True:
             yield from self.stepping()
             yield PAUSE
 
     def stepping(self) -> Work[None]:
-        """One step: yields questions, is sent their answers."""
+        """One step: yields candidates, is sent their values."""
         started, points = time.perf_counter(), self._batch(self.steps)
-        size = len(points)
-        answer = torch.full((size, 1), torch.nan)
-        if self._estimator.reads_clean:
-            # One vector for all rows: whoever answers has to prepare it once.
-            answer = yield Question(self.theta.detach().clone().expand(size, -1), points, "clean")
-        losses = answer[:, 0]
-        key, memory, allocator = (self.seed, self.steps, 0), dict(self.memory), self.allocator
-        allocator = copy.copy(allocator)
-        ledger = Ledger()
+        size, reads_clean = len(points), self.group.estimator.reads_clean
+        clean = torch.full((size, 1), torch.nan)
+        if reads_clean:
+            # One vector for all rows: an evaluator prepares it once.
+            clean = yield Candidates(self.parameters.expand(size, -1), points, "clean")
+        losses, key = clean[:, 0], (self.seed, self.steps, 0)
+        memory, allocator = dict(self.memory), copy.copy(self.allocator)
         signal = Signal(
             losses,
             self.group.budget(size),
@@ -174,34 +177,42 @@ class Tuner(Inquiry):
             None if self.embeddings is None else self.embeddings[points],
             key,
         )
-        nobody: Any = None  # no model, hence no passes
+        none = torch.zeros(size, dtype=torch.long)
         queries = Queries(
-            NAME,
-            nobody,
-            {},
-            losses,
-            torch.zeros(size, dtype=torch.long),
-            key,
-            points.tolist(),
-            self._chunk,
-            ledger,
-            memory,
-            Team(),
+            NAME, losses, none, key, points.tolist(), memory, clean=clean, decide=self.decide
         )
-        spent = yield from spending(self.group, answer, allocator, signal, queries)
-        self.theta.grad = spent.gradients[self.theta].to(self.theta)
+
+        def runner(cost: Cost) -> LocalRunner:
+            # The batch in one: its sum must not depend on how queries are cut.
+            return self._engine.runner(points, max(self._chunk, size), cost)
+
+        binding, nobody = self._engine.binding, Collectives()
+        step = GroupStep(self.group, binding, allocator, signal, queries, runner, nobody)
+        loop = QueryLoop([step], size, self._chunk, nobody)
+        while (query := loop.next()) is not None:
+            rows = self._engine.rows(query, self.group.estimator.shared)
+            columns = yield Candidates(rows, points[query.rows.points])
+            loop.tell(query, Answer(columns[:, 0], columns))
+        found = Collector()
+        step.write(found)
+        for parameter, gradient in found.gradients.items():
+            parameter.grad = gradient.to(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        clean = float(size) if self._estimator.reads_clean else 0.0
+        shaping = step.shaping
+        if shaping is not None:
+            sites = (replace(site, site=self._vector.name(site.site)) for site in shaping.sites)
+            shaping = replace(shaping, sites=tuple(sites))
+        cost = ForwardEquivalents(float(size) if reads_clean else 0.0, step.cost.queries)
         self.report = StepReport(
-            loss=float(losses.mean()) if clean or spent.loss is None else spent.loss,
-            queries=ledger.rows,
-            forward_equivalents=ForwardEquivalents(clean, ledger.queries, 0.0, 0.0),
-            counts={NAME: spent.counts},
-            dropped={NAME: spent.dropped},
-            snr={NAME: spent.signal_to_noise},
+            loss=float(losses.mean()) if reads_clean or step.loss is None else step.loss,
+            queries=step.cost.rows,
+            forward_equivalents=cost,
+            counts={NAME: step.counts},
+            dropped={NAME: step.dropped},
+            snr={NAME: step.snr},
             seconds=time.perf_counter() - started,
-            shaping={} if spent.shaping is None else {NAME: spent.shaping},
+            shaping={} if shaping is None else {NAME: shaping},
             cosine={},
         )
         self.memory, self.allocator = memory, allocator
@@ -213,7 +224,7 @@ class Tuner(Inquiry):
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, between two steps."""
         if self.waiting:
-            raise FlopsError("a step is under way: tell its answer before taking the state")
+            raise FlopsError("a step is under way: tell its values before taking the state")
         return {
             "schema": SCHEMA,
             "theta": self.parameters,
@@ -231,13 +242,30 @@ class Tuner(Inquiry):
         Raises:
             FlopsError: If the state is of another version or size.
         """
-        if state.get("schema") != SCHEMA or state["theta"].shape != self.theta.shape:
+        if state.get("schema") != SCHEMA or state["theta"].shape != self.parameters.shape:
             raise FlopsError("the state is of another version, or of another number of parameters")
-        with torch.no_grad():
-            self.theta.copy_(state["theta"])
+        self._vector.load(state["theta"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.allocator.load_state_dict(copy.deepcopy(state["allocator"]))
         self.memory = copy.deepcopy(dict(state["memory"]))
         self.seed, self.steps = int(state["seed"]), int(state["steps"])
         self._order = replace(self._order, seed=self.seed)
         self.restart(int(state["asked"]))
+
+
+def _on_identity(
+    options: LikelihoodRatio | ParameterNoise, outputs: Outputs | None, size: int
+) -> Estimator:
+    """The estimator on an identity, where noise of a row's own on outputs and parameters is one."""
+    if not isinstance(options, LikelihoodRatio | ParameterNoise):
+        raise FlopsError(f"a black box is tuned by LikelihoodRatio, ES or SPSA, not by {options!r}")
+    if isinstance(options, ParameterNoise):
+        if options.shared:
+            if outputs is not None:
+                raise FlopsError("outputs need draws of each point's own, not shared=True")
+            return options
+        options = LikelihoodRatio(
+            options.sigma, "block", options.used_baseline, options.kind, options.shaping
+        )
+    options = replace(options, targets="block")
+    return options if outputs is None else RecycledLikelihoodRatio(options, outputs, size)

@@ -1,7 +1,7 @@
-"""A tuning run: epochs of steps, validation after each, early stopping, one look at the test set.
+"""A tuning run: epochs of steps, validation after each, early stopping, one test evaluation.
 
-Everything it wants to know is a question, and behind every step it pauses with a state from which
-it can go on, so that a journal can hold the whole run.
+All of its evaluations go through ask/tell, and after every step it pauses with a state from which
+it can continue, so that a journal can hold the whole run.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flops.blackbox.ask_tell import PAUSE, Inquiry
+from flops.blackbox.ask_tell import PAUSE, AskTell, Work
 from flops.blackbox.evaluator import BudgetError
-from flops.blackbox.objective import Question
-from flops.engine.meetings import Work
+from flops.blackbox.objective import Candidates
 from flops.errors import FlopsError
+from flops.subspace.step import Decide
 
 SCHEMA = 1
 
 
 class Stepper(Protocol):
-    """What takes steps: `Tuner`, `Evolution`, backpropagation."""
+    """Takes steps: `Tuner`, `CMAES`, backpropagation."""
 
     steps: int
+    decide: Decide
 
     @property
     def parameters(self) -> Tensor:
@@ -38,11 +39,11 @@ class Stepper(Protocol):
         ...
 
     def step_cost(self) -> int:
-        """Rows that the next step asks for."""
+        """Rows that the next step evaluates."""
         ...
 
     def stepping(self) -> Work[None]:
-        """One step: yields questions, is sent their answers."""
+        """One step: yields candidates, is sent their values."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,12 +51,12 @@ class Stepper(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where it was taken."""
+        """Continue where it was taken."""
         ...
 
 
 @dataclass(frozen=True)
-class Points:
+class SplitIndices:
     """Positions of the three splits in the data set."""
 
     train: Tensor
@@ -64,13 +65,13 @@ class Points:
 
 
 @dataclass
-class Progress:
+class TuningProgress:
     """Where a run is.
 
     Attributes:
         epoch: Epochs done.
         steps: Steps done.
-        asked: Rows asked.
+        asked: Rows evaluated.
         validation_loss: After the last epoch.
         validation_accuracy: Likewise, in per cent.
     """
@@ -83,7 +84,7 @@ class Progress:
 
 
 @dataclass
-class Tuning(Inquiry):
+class Tuning(AskTell):
     """Tune on the training points, keep what validates best, test that once.
 
     Args:
@@ -92,7 +93,7 @@ class Tuning(Inquiry):
         points: The splits.
         epochs: At most.
         patience: Epochs without a better validation loss after which the run stops; 0 never stops.
-        budget: Rows that the run may ask in all, validation and test included; None for no limit.
+        budget: Most rows of the run, validation and test included; None for no limit.
         embed: Called with the start's logits of the training points, for allocators that compare.
         notify: Called after each epoch.
 
@@ -106,13 +107,13 @@ class Tuning(Inquiry):
 
     stepper: Stepper | None
     start: Tensor
-    points: Points
+    points: SplitIndices
     epochs: int = 50
     patience: int = 10
     budget: int | None = None
     embed: Callable[[Tensor], None] | None = None
-    notify: Callable[[Progress], None] | None = None
-    history: list[Progress] = field(default_factory=list, init=False)
+    notify: Callable[[TuningProgress], None] | None = None
+    history: list[TuningProgress] = field(default_factory=list, init=False)
     stopped: str = field(default="", init=False)
     test_loss: float = field(default=float("nan"), init=False)
     test_accuracy: float = field(default=float("nan"), init=False)
@@ -123,13 +124,15 @@ class Tuning(Inquiry):
     _embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Nothing was asked yet."""
-        Inquiry.__init__(self)
+        """Nothing was evaluated yet."""
+        AskTell.__init__(self)
         self.best = self.start
 
     def work(self) -> Work[None]:
-        """All questions of the run, from where its state is."""
+        """All candidates of the run, from where its state is."""
         self._check_budget()
+        if self.stepper is not None:
+            self.stepper.decide = self.decide
         if self.embed is not None and self._embedded is None:
             seen = yield self._all(self.start, self.points.train, "embed")
             self._embedded = seen[:, 2:]
@@ -156,7 +159,7 @@ class Tuning(Inquiry):
                 self._waited += 1
             if not self.stopped and self.patience and self._waited >= self.patience:
                 self.stopped = "patience"
-            if not self.stopped:  # the last state is one from which a larger budget could go on
+            if not self.stopped:  # the last state is one from which a larger budget could continue
                 yield PAUSE
         self.stopped = self.stopped or "epochs"
         seen = yield self._all(self.best, self.points.test, "test")
@@ -178,18 +181,20 @@ class Tuning(Inquiry):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue where `state_dict` was taken.
 
         Raises:
             FlopsError: If the state is of another version.
         """
         if state.get("schema") != SCHEMA:
-            raise FlopsError(f"a state of version {state.get('schema')}, here it is {SCHEMA}")
+            raise FlopsError(
+                f"the state has schema {state.get('schema')}; this version reads {SCHEMA}"
+            )
         if self.stepper is not None:
             self.stepper.load_state_dict(state["stepper"])
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
         self._waited, self._least = int(state["waited"]), float(state["least"])
-        self.history = [Progress(**entry) for entry in state["history"]]
+        self.history = [TuningProgress(**entry) for entry in state["history"]]
         self.best, self._embedded = state["best"], state["embedded"]
         if self.embed is not None and self._embedded is not None:
             self.embed(self._embedded)
@@ -198,12 +203,12 @@ class Tuning(Inquiry):
             self.notify(self.history[-1])
 
     def _check_budget(self) -> None:
-        """Refuse before anything is asked, instead of running out before the test."""
+        """Refuse before anything is evaluated, instead of running out before the test."""
         least = len(self.points.validation) + len(self.points.test)
         least += 0 if self.embed is None else len(self.points.train)
         if self.budget is not None and self.budget < least:
             raise BudgetError(
-                f"the budget of {self.budget:,} queries does not pay for looking at the validation "
+                f"the budget of {self.budget:,} queries does not pay for evaluating the validation "
                 f"and test points once, which takes {least:,}"
             )
 
@@ -219,14 +224,14 @@ class Tuning(Inquiry):
         seen = yield self._all(now, self.points.validation, "validation")
         loss, accuracy = _mean(seen)
         steps = 0 if self.stepper is None else self.stepper.steps
-        # The rows of this question are counted when it is told, which is now.
-        self.history.append(Progress(epoch, steps, self.asked, loss, accuracy))
+        # These rows are counted when their values are told, which is now.
+        self.history.append(TuningProgress(epoch, steps, self.asked, loss, accuracy))
         if self.notify is not None:
             self.notify(self.history[-1])
         return loss
 
-    def _all(self, parameters: Tensor, points: Tensor, kind: str) -> Question:
-        return Question(parameters.expand(len(points), -1), points, kind)
+    def _all(self, parameters: Tensor, points: Tensor, kind: str) -> Candidates:
+        return Candidates(parameters.expand(len(points), -1), points, kind)
 
 
 def _mean(seen: Tensor) -> tuple[float, float]:

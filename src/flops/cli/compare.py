@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +9,13 @@ from rich.console import Console
 
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import Targets
-from flops.experiments.compare import compare
-from flops.experiments.comparison import differences, plot, sentence, sweep_table, table
-from flops.experiments.plans import Plan
-from flops.report.table import Sheet
-from flops.storage.disk import MEASURED, writing
-from flops.storage.files import atomic_write
-from flops.tasks.classification.config import Config
-from flops.tasks.classification.models import Head
+from flops.experiments import compare
+from flops.experiments.compare_runs import MethodComparison
+from flops.tasks.classification.config import FinetuneConfig
+from flops.tasks.models.vit import Head
 from flops.training.methods import METHODS, MethodName
+
+DEFAULTS = FinetuneConfig()
 
 
 @dataclass(frozen=True)
@@ -44,23 +40,23 @@ class Compare:
     epochs: int = 8
     """Epochs of table (b)."""
     budget: float | None = None
-    """Forward equivalents of table (a); None is what the dearest forward method takes for the
-    epochs."""
+    """Forward equivalents of table (a); None is what the most expensive forward method takes for
+    the epochs."""
     learning_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
     """To choose from."""
     sigmas: tuple[float, ...] = (1e-2, 1e-3)
     """To choose from."""
     sweep_epochs: int = 2
-    """Length of a run of the sweep, in epochs of the dearest method."""
-    model: str = Config.model
+    """Length of a run of the sweep, in epochs of the most expensive method."""
+    model: str = DEFAULTS.model
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
-    head: Head = Config.head
+    head: Head = DEFAULTS.head
     """A fresh classification head, or the model's own kept, if it knows the classes of the data."""
-    data: str = Config.data
+    data: str = DEFAULTS.data
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
-    queries: float = Config.queries
+    queries: float = DEFAULTS.queries
     """Mean queries per point and group."""
-    batch: int = Config.batch
+    batch: int = DEFAULTS.batch
     """Points of a batch."""
     targets: Targets | None = None
     """What all methods of likelihood ratio perturb; None is each one's own choice."""
@@ -77,8 +73,7 @@ class Compare:
             raise FlopsError("give at least one of --learning-rates and of --sigmas")
         if min(self.seeds, self.epochs, self.sweep_epochs) < 1 or self.workers < 0:
             raise FlopsError("seeds, epochs, sweep-epochs must be at least 1, workers at least 0")
-        console = Console()
-        base = Config(
+        base = FinetuneConfig(
             model=self.model,
             head=self.head,
             data=self.data,
@@ -88,12 +83,8 @@ class Compare:
             budget=self.budget,
             targets=self.targets,
         )
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # not after hours
-            raise FlopsError(f"cannot write to {self.output}: {error.strerror}") from error
-        plan, chosen, results = compare(
-            Plan(
+        compare.main(
+            MethodComparison(
                 self.methods,
                 self.seeds,
                 self.epochs,
@@ -104,54 +95,6 @@ class Compare:
                 base,
                 self.output,
                 self.workers,
-                console,
+                Console(),
             )
         )
-        spread = (
-            f"mean ± standard deviation over {self.seeds} seeds" if self.seeds > 1 else "1 seed"
-        )
-        cost = (
-            "queries: rows under noise; forwards: forward equivalents, 3 per point for "
-            "backpropagation; MB: peak of the process, libraries included."
-        )
-        sheets: list[Sheet | None] = [
-            table(
-                results,
-                "at_budget",
-                f"(a) Equal cost: {plan.budget:,.0f} forward equivalents, {spread}",
-                cost,
-                self.targets,
-            ),
-            table(
-                results,
-                "at_epochs",
-                f"(b) Equal epochs: {self.epochs}, {spread}",
-                cost,
-                self.targets,
-            ),
-            differences(results),
-            sweep_table(chosen),
-        ]
-        seen = sentence(results, self.epochs)
-        written = [sheet.markdown() for sheet in sheets if sheet is not None]
-        kept = {
-            "epochs": self.epochs,
-            "budget": plan.budget,
-            "chosen": {m: dataclasses.asdict(c) for m, c in chosen.items()},
-            "results": results,
-        }
-        with writing(self.output, MEASURED):
-            atomic_write(self.output / "tables.md", "\n".join([*written, seen + "\n"]))
-            atomic_write(self.output / "results.json", json.dumps(kept, indent=1) + "\n")
-        for sheet in sheets:
-            if sheet is not None:
-                console.print(sheet.table())
-        console.print(seen)
-        try:
-            with writing(self.output, MEASURED):
-                plot(self.output / "accuracy.png", results)
-            shown = f"the plot is {self.output / 'accuracy.png'}"
-            console.print(shown, markup=False, soft_wrap=True)
-        except ImportError as error:
-            console.print(f"no plot was drawn: {error}", markup=False)
-        console.print(f"results are in {self.output}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`flops finetune`: train an image classifier with forward passes, into a run folder."""
+"""`flops finetune`: train an image classifier with forward passes, into a run directory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 import tyro
 
-from flops.tasks.classification.config import Config, preset
-from flops.training.commands import given_settings, print_settings, resumed, run_training
-
-PresetName = Literal["tiny", "vit-base", "vit-large"]
+from flops.cli.training import given_settings, print_settings, resumed, run_training
+from flops.tasks.classification.config import PRESETS, FinetuneConfig, FinetunePreset
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class Finetune:
     """Fine-tune an image classifier with forward passes only.
 
     Without options: the bundled vision transformer on handwritten digits with shaped-lr, in a few
-    minutes and without a download. Everything goes into a run folder: settings, metrics,
+    minutes and without a download. Everything goes into a run directory: settings, metrics,
     checkpoints, plots, the trained model. A run that was stopped, in whatever way, goes on with
     the resume option.
 
@@ -36,7 +34,7 @@ class Finetune:
     $ torchrun --nproc-per-node 2 -m flops finetune  # two processes share the queries
     """
 
-    preset: PresetName | None = None
+    preset: FinetunePreset | None = None
     """Settings that go together: those of the paper for ViT-base and ViT-large, or tiny. What the
     configuration file or another option says counts more."""
     config: Path | None = None
@@ -49,12 +47,12 @@ class Finetune:
     """Where to continue: the last that is whole, or the one before."""
     print_config: bool = False
     """Print all settings as JSON and stop."""
-    settings: tyro.conf.OmitArgPrefixes[Config] = field(default_factory=Config)
+    settings: tyro.conf.OmitArgPrefixes[FinetuneConfig] = field(default_factory=FinetuneConfig)
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> Finetune:
         """What holds unless the command line says otherwise; errors as `given_settings`."""
-        return cls(settings=given_settings(arguments, Config(), preset))
+        return cls(settings=given_settings(arguments, FinetuneConfig(), PRESETS))
 
     def run(self) -> None:
         """Train, and say where the results are."""
@@ -63,7 +61,7 @@ class Finetune:
             return
         settings = self.settings
         if self.resume is not None:
-            settings = resumed(settings, self.resume, Config(), (self.config, self.preset))
+            settings = resumed(settings, self.resume, (self.config, self.preset))
         run_training(settings, "finetune", self.resume is not None, self.checkpoint)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from flops.errors import FlopsError
-from flops.tasks.classification.config import Config
+from flops.experiments import robustness
+from flops.experiments.robustness_runs import FinishedRun, read_runs
+from flops.experiments.robustness_training import DEFAULT_METHODS, plan_trainings, train_models
+from flops.experiments.robustness_trials import Strengths
+from flops.tasks.classification.config import FinetuneConfig
 from flops.training.methods import MethodName
 
-if TYPE_CHECKING:
-    from flops.experiments.robustness_runs import FinishedRun
-
-DEFAULT: tuple[MethodName, ...] = ("bp", "ops-lr", "ops-spsa", "shaped-lr")
 QUICK: dict[str, Any] = {
     "seeds": 1,
     "epochs": 1,
@@ -28,6 +28,7 @@ QUICK: dict[str, Any] = {
     "workers": 0,
     "output": Path("runs/robustness-quick"),
 }
+DEFAULTS = FinetuneConfig()
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class Robustness:
     data: str | None = None
     """Of models trained here: digits (None), another named data set, a data set id of the hub, or
     a folder."""
-    queries: float = Config.queries
+    queries: float = DEFAULTS.queries
     """Mean queries per point and group, of models trained here."""
-    batch: int = Config.batch
+    batch: int = DEFAULTS.batch
     """Points of a batch, of models trained here."""
     gaussian: float = 0.1
     """Standard deviation of Gaussian noise, of pixels in [0, 1]."""
@@ -96,9 +97,6 @@ class Robustness:
 
     def run(self) -> None:
         """Measure, print and write."""
-        from flops.experiments import robustness
-        from flops.experiments.robustness_trials import Strengths
-
         if self.quick:
             defaults = {f.name: f.default for f in dataclasses.fields(self)}
             left = {n: v for n, v in QUICK.items() if getattr(self, n) == defaults[n]}
@@ -116,64 +114,35 @@ class Robustness:
             self.steps,
             self.noise_seed,
         )
-        plan = robustness.Plan(self.output, strengths, self.limit, self.workers, Console())
+        study = robustness.RobustnessStudy(
+            self.output, strengths, self.limit, self.workers, Console()
+        )
         try:
             self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:  # not after hours
             raise FlopsError(f"cannot write to {self.output}: {error.strerror}") from error
-        robustness.main(self._given() if self.runs else self._trained(plan.console), plan)
+        robustness.main(self._given() if self.runs else self._trained(study.console), study)
         return None
 
     def _given(self) -> list[FinishedRun]:
-        from flops.experiments.robustness_runs import read_run
-
         if self.methods is not None or self.learning_rates or self.sigmas:
             raise FlopsError(
                 "--runs are trained already: leave out --methods, --learning-rates and --sigmas, "
                 "or leave out --runs to train here"
             )
-        runs = [read_run(path) for path in self.runs]
-        for run in runs:
-            for name in ("model", "data"):
-                given, theirs = getattr(self, name), getattr(run.config, name)
-                if given is not None and given != theirs:
-                    raise FlopsError(
-                        f"{run.path} was trained with --{name} {theirs}, not {given}; leave "
-                        f"--{name} out, or give other runs"
-                    )
-        return runs
+        return read_runs(self.runs, model=self.model, data=self.data)
 
     def _trained(self, console: Console) -> list[FinishedRun]:
-        from flops.experiments.robustness_training import (
-            RATES,
-            SIGMAS,
-            Training,
-            chosen,
-            setting,
-            train_models,
+        trainings = plan_trainings(
+            DEFAULT_METHODS if self.methods is None else self.methods,
+            self.seeds,
+            learning_rates=self.learning_rates,
+            sigmas=self.sigmas,
+            epochs=self.epochs,
+            model=self.model or DEFAULTS.model,
+            data=self.data or DEFAULTS.data,
+            queries=self.queries,
+            batch=self.batch,
+            limit=self.limit,
         )
-        from flops.tasks.models.weights import weights_digest
-
-        methods = tuple(dict.fromkeys(DEFAULT if self.methods is None else self.methods))
-        if not methods:
-            raise FlopsError("give at least one of --methods, or --runs FOLDER...")
-        rates = chosen(self.learning_rates, "learning-rates", RATES)
-        sigmas = chosen(self.sigmas, "sigmas", SIGMAS)
-        trainings = [
-            Training(
-                method,
-                setting(method, "learning-rates", rates),
-                None if method == "bp" else setting(method, "sigmas", sigmas),
-                self.epochs,
-                Config.model if self.model is None else self.model,
-                Config.data if self.data is None else self.data,
-                self.queries,
-                self.batch,
-                self.limit,
-                seed,
-                weights_digest(Config.model if self.model is None else self.model),
-            )
-            for seed in range(self.seeds)
-            for method in methods
-        ]
         return train_models(trainings, self.output, self.workers, console)

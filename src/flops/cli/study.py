@@ -10,7 +10,9 @@ import tyro
 from rich.console import Console
 
 from flops.cli.robustness import Robustness
-from flops.tasks.classification.models import Head
+from flops.experiments import gradients, shaped, theorem
+from flops.experiments.gradients_panel import Panel
+from flops.tasks.models.vit import Head
 from flops.tasks.models.weights import weights_digest
 
 
@@ -25,8 +27,6 @@ class Theorem:
 
     def run(self) -> None:
         """Measure and print."""
-        from flops.experiments import theorem
-
         theorem.main(self.repeats, self.seed)
 
 
@@ -63,12 +63,10 @@ class Shaped:
 
     def run(self) -> None:
         """Measure, print and write."""
-        from flops.experiments import shaped
-
-        plan = shaped.Plan(
+        study = shaped.ShapedStudy(
             self.output, self.seeds, self.grid_seeds, self.workers, Console(), self.most
         )
-        shaped.main(self.parts, plan)
+        shaped.main(self.parts, study)
 
 
 @dataclass(frozen=True)
@@ -141,18 +139,15 @@ class Gradients:
 
     def run(self) -> None:
         """Measure, print and write."""
-        from flops.experiments import gradients
-        from flops.experiments.gradients_panel import Panel
-
         chosen = vars(self) | (self._quick() if self.quick else {})
         given = {f.name: chosen[f.name] for f in fields(Panel) if f.name in chosen}
         given["budgets"] = tuple(sorted(chosen["budgets"]))
         panel = Panel(**given, weights=weights_digest(self.model))
         names = ("stages", "estimators", "matrices", "layers", "learn", "workers")
-        plan = gradients.Plan(
+        study = gradients.GradientStudy(
             chosen["output"], Console(), panel, **{name: chosen[name] for name in names}
         )
-        gradients.main(self.parts, plan)
+        gradients.main(self.parts, study)
 
     def _quick(self) -> dict[str, Any]:
         """Smaller values of what was left at its default."""

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator, Learner
 from flops.allocators.objective import integer_optimum, objective
-from flops.diagnostics.exact import cosine, exact_gradients
 from flops.diagnostics.sigma import SigmaRow, sweep
-from flops.engine.allocation import spend
+from flops.diagnostics.traces import spend_counts
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group, ResolvedGroup
-from flops.engine.step import Session
+from flops.engine.step import Session, Spent, spend
+from flops.estimators.base import Queries
+from flops.estimators.exact import cosine, exact_gradients
 from flops.estimators.variance import traces_of
 from flops.passes.batch import LossFunction
 from flops.passes.local_vjp import Gradients
@@ -65,8 +66,8 @@ class ShapingRow:
     """Shaped noise at one site of a group.
 
     Attributes:
-        k: Directions that a point is asked in here, on average.
-        captured: Held-out estimate of the share of the gradient's energy in these.
+        k: Directions that a point is measured in here, on average.
+        explained_variance: Held-out share of the gradient's energy in these.
         explore: Share of isotropic queries of the group.
         cosine: Mean cosine of the group's gradient to the exact one.
     """
@@ -74,7 +75,7 @@ class ShapingRow:
     group: str
     site: str
     k: float
-    captured: float
+    explained_variance: float
     explore: float
     cosine: float
 
@@ -155,11 +156,11 @@ def diagnose(
             if group.estimator.minimum_queries == 0:
                 continue
             bench = _Bench(fg, session, number, group, exact)
-            if getattr(group.estimator, "shaping", None) is not None:
+            if group.estimator.shaping is not None:
                 shaping_rows += bench.shaping(repeats)
             allocator_rows += bench.allocators(chosen, repeats, trace_queries)
-            if sigmas and hasattr(group.estimator, "sigma"):
-                sigma_rows += sweep(group, bench.binding, bench.queries, sigmas, exact)
+            if sigmas and group.estimator.sigma is not None:
+                sigma_rows += sweep(group, bench.at_counts, session.losses, sigmas, exact)
     return Diagnosis(float(session.losses.mean()), allocator_rows, sigma_rows, shaping_rows)
 
 
@@ -179,30 +180,35 @@ class _Bench:
         self._exact = exact
         self._memory: dict[str, Any] = {**fg.memory[group.name], "warned_of_rounding": True}
         self._fixed = False
-        self.binding = session.layout.bindings[number]
+        self._binding = session.layout.bindings[number]
+        self._signal = fg.signal(number, session)
 
-    def queries(self, step: int, counts: Tensor | None = None) -> Any:
+    def at_counts(self, group: ResolvedGroup, counts: Tensor, step: int = 0) -> Spent:
+        """Spend counts on the group, or on one like it."""
+        return spend_counts(self._session, group, self._binding, self._queries(step), counts)
+
+    def _queries(self, step: int) -> Queries:
         key = (self._fg.seed, step, self._number)
         memory = dict(self._memory) if self._fixed else self._memory
-        return self._session.queries(self._group.name, key, memory, counts)
+        return self._session.queries(self._group.name, key, memory)
+
+    def _spend(self, allocator: Allocator, step: int) -> Spent:
+        key = (self._fg.seed, step, self._number)
+        signal, queries = dataclasses.replace(self._signal, key=key), self._queries(step)
+        return spend(self._session, self._group, self._binding, allocator, signal, queries)
 
     def shaping(self, repeats: int) -> list[ShapingRow]:
         """Learn, if nothing is known yet; from then on every estimate starts from the same."""
-        spend_equally = Equal()
-        signal = self._fg.signal(self._number, self._session)
         if "moments" not in self._memory:
             for step in range(LEARN_STEPS):
-                spend(self._group, self.binding, spend_equally, signal, self.queries(step))
+                self._spend(Equal(), step)
         self._fixed = True
-        found = [
-            spend(self._group, self.binding, spend_equally, signal, self.queries(10**5 + step))
-            for step in range(repeats)
-        ]
+        found = [self._spend(Equal(), 10**5 + step) for step in range(repeats)]
         seen = statistics.mean(cosine(one.gradients, self._exact) for one in found)
-        report = found[-1].shaping
+        report = found[-1].step.shaping
         assert report is not None
         return [
-            ShapingRow(self._group.name, s.site, s.k, s.captured, report.explore, seen)
+            ShapingRow(self._group.name, s.site, s.k, s.explained_variance, report.explore, seen)
             for s in report.sites
         ]
 
@@ -210,12 +216,11 @@ class _Bench:
         self, chosen: Mapping[str, Allocator], repeats: int, trace_queries: int
     ) -> list[AllocatorRow]:
         estimator, size = self._group.estimator, len(self._session.losses)
-        signal = self._fg.signal(self._number, self._session)
-        traces = None
+        signal, traces = self._signal, None
         if not estimator.shared:
             counts = torch.full((size,), trace_queries // estimator.unit * estimator.unit)
-            reference = estimator.estimate(self.binding, self.queries(10**6, counts))
-            traces = traces_of(reference, size)
+            reference = self.at_counts(self._group, counts, 10**6)
+            traces = traces_of(reference.step.estimate, size)
             values = traces.values.numpy()
             floor = max(1, signal.minimum)
             best = float(
@@ -233,18 +238,14 @@ class _Bench:
                     mine.learn(dataclasses.replace(signal, key=key), traces)
             seen, costs, seconds, variances, ratios = [], [], [], [], []
             for step in range(repeats):
-                before = self._session.ledger.queries + self._session.ledger.local
                 started = time.perf_counter()
-                key = (self._fg.seed, step, self._number)
-                now = dataclasses.replace(signal, key=key)
-                frozen = copy.copy(mine)  # what this repeat teaches it is not kept
-                spent = spend(self._group, self.binding, frozen, now, self.queries(step))
+                spent = self._spend(copy.copy(mine), step)  # what it teaches is not kept
                 seconds.append(time.perf_counter() - started)
-                costs.append(self._session.ledger.queries + self._session.ledger.local - before)
+                costs.append(spent.step.cost.queries + spent.step.cost.local)
                 seen.append(cosine(spent.gradients, self._exact))
-                ratios.append(spent.signal_to_noise)
+                ratios.append(spent.step.snr)
                 if traces is not None:
-                    variances.append(float(objective(values, spent.counts.double().numpy())))
+                    variances.append(float(objective(values, spent.step.counts.double().numpy())))
             cost = statistics.mean(variances) if variances else float("nan")
             rows.append(
                 AllocatorRow(

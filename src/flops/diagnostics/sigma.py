@@ -1,8 +1,8 @@
 """The sigma sweep: large enough for rounding, small enough for linearity.
 
-Slopes under the same noise do not depend on sigma where the loss is linear: below, rounding
+Derivatives under the same noise do not depend on sigma where the loss is linear: below, rounding
 changes them from one sigma to the next, above, curvature does. The recommended sigma is the one
-whose slopes differ least from those of its neighbours; no gradient is needed to find it.
+whose derivatives differ least from those of its neighbours; no gradient is needed to find it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flops.diagnostics.exact import cosine
 from flops.engine.groups import ResolvedGroup
-from flops.engine.queries import Queries
+from flops.engine.step import Spent
+from flops.estimators.exact import cosine
 from flops.passes.local_vjp import Gradients
 
 
@@ -27,7 +27,7 @@ class SigmaRow:
     """One group at one sigma.
 
     Attributes:
-        change: Relative change of the slopes to the neighbouring sigmas; small is good.
+        change: Relative change of the derivatives to the neighbouring sigmas; small is good.
         rounding_units: Median loss difference over the rounding of the loss.
         recommended: Whether this is the sigma with the least change.
     """
@@ -42,8 +42,8 @@ class SigmaRow:
 
 def sweep(
     group: ResolvedGroup,
-    binding: Any,
-    queries: Callable[[int, Tensor], Queries],
+    estimate: Callable[[ResolvedGroup, Tensor], Spent],
+    losses: Tensor,
     sigmas: Sequence[float],
     exact: Gradients | None,
 ) -> list[SigmaRow]:
@@ -51,24 +51,23 @@ def sweep(
 
     Args:
         group: A group whose estimator has a sigma.
-        binding: What the estimator worked out for the structure.
-        queries: Queries of the group for a step and counts.
+        estimate: Spends counts on a group, always with the same noise.
+        losses: Clean losses, shape (B,).
         sigmas: At least three, in any order.
         exact: The exact gradient, for the cosine.
     """
     estimator: Any = group.estimator
-    slopes, cosines = [], []
+    derivatives, cosines = [], []
     ordered = sorted(sigmas)
-    losses = queries(0, torch.empty(0)).losses
     counts = torch.full((len(losses),), max(4 * estimator.unit, estimator.minimum_queries))
     for sigma in ordered:
-        changed = dataclasses.replace(estimator, sigma=sigma)
-        estimate = changed.estimate(binding, queries(0, counts))
-        slopes.append(estimate.slopes.double())
-        cosines.append(cosine(estimate.gradients, exact))
-    if any(len(found) == 0 for found in slopes):
+        changed = dataclasses.replace(group, estimator=dataclasses.replace(estimator, sigma=sigma))
+        spent = estimate(changed, counts)
+        derivatives.append(spent.step.estimate.derivatives.double())
+        cosines.append(cosine(spent.gradients, exact))
+    if any(len(found) == 0 for found in derivatives):
         return []
-    steps = [_relative(a, b) for a, b in pairwise(slopes)]
+    steps = [_relative(a, b) for a, b in pairwise(derivatives)]
     changes = [max(steps[max(0, i - 1) : i + 1], default=torch.inf) for i in range(len(ordered))]
     # The ends have one neighbour only, which may fail with them: never recommended.
     inner = range(1, len(ordered) - 1) if len(ordered) > 2 else range(len(ordered))
@@ -79,7 +78,7 @@ def sweep(
             group.name,
             sigma,
             changes[i],
-            float((slopes[i] * sigma).abs().median()) / unit,
+            float((derivatives[i] * sigma).abs().median()) / unit,
             cosines[i],
             i == best,
         )

@@ -70,19 +70,19 @@ def diagnosis_tables(found: Diagnosis) -> list[Table]:
 def _shaping(found: Diagnosis) -> Table:
     table = Table(
         title="shaped noise",
-        caption="k: directions asked per point; captured: share of the energy in them, held out",
+        caption="k: directions measured per point; explained: their share of the energy, held out",
         box=SIMPLE_HEAD,
     )
     table.add_column("group")
     table.add_column("site")
-    for name in ("k", "captured", "explore", "cosine"):
+    for name in ("k", "explained", "explore", "cosine"):
         table.add_column(name, justify="right")
     for row in found.shaping:
         table.add_row(
             row.group,
             row.site,
             f"{row.k:.1f}",
-            f"{row.captured:.2f}",
+            f"{row.explained_variance:.2f}",
             f"{row.explore:.2f}",
             f"{row.cosine:.3f}",
         )

@@ -1,4 +1,4 @@
-"""Query-parallel steps: the processes of a `torch.distributed` group share the rows of a step.
+"""Collectives: the ranks of a `torch.distributed` process group share the rows of a step.
 
 Every process has the whole model and the whole batch, and makes the same plan from the seed. Each
 runs its share of the rows; what they saw is exchanged, and every process ends with the same
@@ -7,9 +7,9 @@ for the one at each end.
 
 | estimator | what travels for a group |
 |---|---|
-| ES, SPSA, MeZO, DeepZero | a slope for each draw, nothing else: noise is made from its key |
-| likelihood ratio | a slope for each draw, and the gradients or the deltas |
-| shaped noise | a slope for each draw, and the gradients of likelihood ratio |
+| shared draws (MeZO), DeepZero | a loss for each row, nothing else: noise is made from its key |
+| ES, SPSA | a directional derivative for each draw, and the gradients |
+| likelihood ratio | a directional derivative for each draw, and the gradients or the deltas |
 | backpropagation | gradients |
 
 A sum is the same on all processes, bit by bit; it differs from that of one process by rounding.
@@ -39,13 +39,13 @@ class WorkerError(FlopsError, RuntimeError):
 
 
 @dataclass
-class Team:
-    """The processes that share the rows; alone, everything is one's own.
+class Collectives:
+    """The ranks that share the rows; with a world size of 1 nothing is exchanged.
 
     Attributes:
         group: Their process group; None for one process.
         rank: Number of this process.
-        size: How many there are.
+        size: World size.
         sent: Size in bytes of the messages that this process took part in.
         messages: How many.
     """
@@ -57,9 +57,9 @@ class Team:
     messages: int = field(default=0, compare=False)
 
     @classmethod
-    def find(cls, group: ProcessGroup | Team | Literal["auto"] | None) -> Team:
-        """The team of a process group; "auto" takes the default one if it is initialised."""
-        if isinstance(group, Team):
+    def of(cls, group: ProcessGroup | Collectives | Literal["auto"] | None) -> Collectives:
+        """The ranks of a process group; "auto" takes the default one if it is initialised."""
+        if isinstance(group, Collectives):
             return group
         if group is None or not dist.is_available() or not dist.is_initialized():
             return cls()
@@ -74,12 +74,12 @@ class Team:
         """Whether there is nobody else."""
         return self.size == 1
 
-    def span(self, count: int, unit: int = 1, rank: int | None = None) -> tuple[int, int]:
+    def shard(self, count: int, unit: int = 1, rank: int | None = None) -> tuple[int, int]:
         """First and last + 1 of the rows of a rank, this one's by default, in whole units."""
         rank, units = self.rank if rank is None else rank, count // unit
         return unit * (units * rank // self.size), unit * (units * (rank + 1) // self.size)
 
-    def join(self, mine: Tensor, begin: int, total: int) -> Tensor:
+    def all_gather(self, mine: Tensor, begin: int, total: int) -> Tensor:
         """Values of all processes side by side, where mine start at ``begin``; on the CPU."""
         if self.alone:
             return mine
@@ -87,7 +87,7 @@ class Team:
         whole[begin : begin + len(mine)] = mine
         return self._message(whole, "SUM")  # of one value and zeros: nothing is rounded
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def sum_scalars(self, values: Sequence[float]) -> list[float]:
         """Sums over the processes."""
         if self.alone:
             return list(values)
@@ -98,9 +98,9 @@ class Team:
 
     def any(self, flag: bool) -> bool:
         """Whether any process says yes."""
-        return flag if self.alone else self.sum([float(flag)])[0] > 0
+        return flag if self.alone else self.sum_scalars([float(flag)])[0] > 0
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum of the processes' tensors."""
         if self.alone:
             return tensor
@@ -108,17 +108,17 @@ class Team:
         parts = [self._message(part, "SUM") for part in flat.split(BUCKET)]
         return torch.cat(parts).view(tensor.shape)
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def all_max(self, tensor: Tensor) -> Tensor:
         """Largest of the processes' values, entry by entry."""
         return tensor if self.alone else self._message(tensor, "MAX")
 
-    def first(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """That of process 0, so that a last digit cannot make two different plans."""
         if self.alone:
             return tensor
         return self._message(tensor, "FIRST")
 
-    def add_gradients(
+    def sum_gradients(
         self, found: dict[nn.Parameter, Tensor], parameters: Iterable[nn.Parameter]
     ) -> dict[nn.Parameter, Tensor]:
         """Sums of the processes' gradients; who has none for a parameter adds nothing.
@@ -130,7 +130,7 @@ class Team:
         if self.alone:
             return found
         order = list(dict.fromkeys(parameters))
-        known = self.largest(torch.tensor([float(p in found) for p in order]))
+        known = self.all_max(torch.tensor([float(p in found) for p in order]))
         total: dict[nn.Parameter, Tensor] = {}
         for part in _packed([p for p, has in zip(order, known.tolist(), strict=True) if has]):
             wide = torch.promote_types(torch.float32, part[0].dtype)
@@ -140,7 +140,7 @@ class Team:
                 else torch.zeros(p.numel(), dtype=wide, device=p.device)
                 for p in part
             ]
-            summed = self.add(torch.cat(flat)).split([p.numel() for p in part])
+            summed = self.all_sum(torch.cat(flat)).split([p.numel() for p in part])
             total |= {p: g.view(p.shape) for p, g in zip(part, summed, strict=True)}
         return total
 
@@ -183,7 +183,7 @@ class Team:
     def exchange(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
         """Send a tensor that may be written to; simulations of large teams replace this."""
         home, sent = tensor.device, tensor.to(self._device)
-        with self.trusting():
+        with self.guarded():
             if how == "FIRST":
                 dist.broadcast(sent, group=self.group, group_src=0)
             else:
@@ -192,7 +192,7 @@ class Team:
         return sent.to(home)
 
     @contextmanager
-    def trusting(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
         """Turn the failure of a message into an error that says what to do."""
         try:
             yield

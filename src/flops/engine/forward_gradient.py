@@ -1,45 +1,43 @@
 """`ForwardGradient`: fills ``.grad`` from forward passes, in place of ``loss.backward()``.
 
-One step: clean pass, allocation, queries of each group at the same parameters, local products,
-and only then ``.grad``; so an error anywhere leaves parameters and gradients as they were.
+One step: clean pass, allocation and queries of all groups at the same parameters, and only then
+``.grad``; so an error leaves parameters and gradients as they were (`flops.engine.step`).
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from flops.allocators.base import Allocator, Learner, Signal
+from flops.allocators.base import Allocator, Signal
 from flops.allocators.equal import Equal
-from flops.diagnostics.exact import cosine, exact_gradients
-from flops.engine.allocation import check_allocators, floor_of, spending, total_budgets
+from flops.engine.allocation import check_allocators, floor_of, total_budgets
 from flops.engine.auto_groups import automatic_groups
-from flops.engine.collectives import ProcessGroup, Team, fingerprint
+from flops.engine.collectives import Collectives, ProcessGroup, fingerprint
 from flops.engine.groups import Group, ResolvedGroup, resolve
 from flops.engine.layout import Layout, Layouts
-from flops.engine.meetings import together
 from flops.engine.report import ForwardEquivalents, StepReport
-from flops.engine.step import Session, opened
+from flops.engine.step import GroupStep, Session, opened, run_queries, write_gradients
+from flops.engine.summary import summary
 from flops.errors import FlopsError
+from flops.estimators.exact import exact_gradients
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.passes.batch import Batch, LossFunction, positions
-from flops.passes.checks import (
-    check_modes,
-    unwrap,
-)
+from flops.passes.checks import check_modes, unwrap
 from flops.passes.claims import Claim
 from flops.passes.interrupts import Hold, Whole
-from flops.passes.local_vjp import Gradients, add_gradients
 from flops.passes.memory import free_room, rows_for
 
-SCHEMA = 1
+SCHEMA = 2
+RENAMED = {"captured": "explained_variance", "captures": "explained_by_site"}  # since schema 1
 
 
 class ForwardGradient:
@@ -70,6 +68,7 @@ class ForwardGradient:
         model: nn.Module,
         loss_fn: LossFunction,
         groups: Group | Sequence[Group] | None = None,
+        *,
         allocator: Allocator | None = None,
         embedding: nn.Module | str | None = None,
         seed: int = 0,
@@ -81,7 +80,7 @@ class ForwardGradient:
             raise ValueError(f"chunk must be at least 2 rows, not {chunk}")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (outputs, targets), not {loss_fn!r}")
-        if isinstance(allocator, type) or not isinstance(allocator, Allocator | None):
+        if not isinstance(allocator, Allocator | None):
             raise TypeError(f"allocator must be an allocator like Equal(), not {allocator!r}")
         self.model = unwrap(model)
         self.loss_fn, self.embedding, self.reuse = loss_fn, embedding, reuse
@@ -95,8 +94,8 @@ class ForwardGradient:
         self.allocators = {g.name: copy.deepcopy(allocator or Equal()) for g in self.groups}
         check_allocators(self.groups, self.allocators)
         self.memory: dict[str, dict[str, Any]] = {group.name: {} for group in self.groups}
-        self.step = 0
-        embed = any(isinstance(a, Learner) and a.wants_embeddings for a in self.allocators.values())
+        self.steps = 0
+        embed = any(a.wants_embeddings for a in self.allocators.values())
         self._layouts = Layouts(self.model, self.modules, self.groups, reuse, embedding, embed)
 
     def estimate(
@@ -105,6 +104,7 @@ class ForwardGradient:
         targets: Any = None,
         *,
         index: Tensor | Sequence[int] | None = None,
+        scale: float = 1.0,
         exact: bool = False,
     ) -> StepReport:
         """Add the estimated gradient of the batch's mean loss to ``.grad``.
@@ -121,6 +121,8 @@ class ForwardGradient:
             inputs: A tensor, a tuple (``model(*inputs)``) or a dict (``model(**inputs)``).
             targets: What ``loss_fn`` compares the outputs with.
             index: The points' positions in the data set; noise is then keyed by them.
+            scale: Of what is added to ``.grad``, for gradient accumulation: with the share of its
+                points, the sum over micro-batches is the gradient of the whole batch.
             exact: Backpropagate as well, for the cosines in the report only (not charged, NaN
                 for a model that cannot be differentiated).
 
@@ -131,48 +133,57 @@ class ForwardGradient:
             FlopsError: With parameters, gradients, hooks and random state as before. So do
                 errors of the model, and what signal handlers raise.
         """
+        if not (isinstance(scale, float | int) and math.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale must be a positive number, not {scale!r}")
         with Hold():
-            return self._estimate(inputs, targets, index, exact)
+            return self._estimate(inputs, targets, index, float(scale), exact)
 
     def _estimate(
-        self, inputs: Any, targets: Any, index: Tensor | Sequence[int] | None, exact: bool
+        self,
+        inputs: Any,
+        targets: Any,
+        index: Tensor | Sequence[int] | None,
+        scale: float,
+        exact: bool,
     ) -> StepReport:
         started = time.perf_counter()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
         with self.session(inputs, targets, index, skip=True) as session:
-            works = (
-                spending(
+            steps = [
+                GroupStep(
                     group,
                     session.layout.bindings[number],
                     allocators[group.name],
                     self.signal(number, session),
                     session.queries(group.name, self.key(number), memory[group.name]),
+                    session.runner,
+                    session.ranks,
                 )
                 for number, group in enumerate(self.groups)
-            )
-            spent = together(works) if not session.team.alone else session.in_turn(works)
+            ]
+            run_queries(steps, session)
             truth = exact_gradients(self.model, session.passes.batch) if exact else None
-        ledger = session.ledger
-        named = {group.name: s for group, s in zip(self.groups, spent, strict=True)}
+            writer = write_gradients(steps, session, truth, scale)
+        named = {step.group.name: step for step in steps}
         report = StepReport(
-            loss=_mean_loss(session, [s.loss for s in spent]),
-            queries=ledger.rows,
+            loss=_mean_loss(session, [step.loss for step in steps]),
+            queries=session.cost.rows,
             forward_equivalents=ForwardEquivalents(
-                session.cost, ledger.queries, ledger.local, float(session.probe)
+                session.clean, session.cost.queries, session.cost.local, float(session.probe)
             ),
-            counts={name: s.counts for name, s in named.items()},
-            dropped={name: s.dropped for name, s in named.items()},
-            snr={name: s.signal_to_noise for name, s in named.items()},
+            counts={name: step.counts for name, step in named.items()},
+            dropped={name: step.dropped for name, step in named.items()},
+            snr={name: step.snr for name, step in named.items()},
             seconds=time.perf_counter() - started,
             shaping={name: s.shaping for name, s in named.items() if s.shaping is not None},
-            cosine={n: cosine(s.gradients, truth) for n, s in named.items()} if exact else {},
+            cosine={name: step.cosine for name, step in named.items()} if exact else {},
         )
-        # Nothing is written before this line, so that whatever fails leaves all as it was.
+        # Without hooks nothing is written before this line: whatever fails leaves all as it was.
         with Whole():
-            self._commit([s.gradients for s in spent])
+            writer.commit()
             self.memory, self.allocators = memory, allocators
-            self.step += 1
+            self.steps += 1
         return report
 
     @contextmanager
@@ -194,20 +205,32 @@ class ForwardGradient:
         batch = Batch(inputs, targets, self.loss_fn)
         places = positions(index, batch.size)
         check_modes(self.modules)
-        team = Team.find(self.process_group)
-        if not team.alone:
-            prints = fingerprint(self.model, batch.leaves, places, self.step, self.seed)
-            team.check_same(prints)
-        room = int(team.first(torch.tensor(self._room)))
+        ranks = Collectives.of(self.process_group)
+        if not ranks.alone:
+            prints = fingerprint(self.model, batch.leaves, places, self.steps, self.seed)
+            ranks.check_same(prints)
+        room = int(ranks.broadcast(torch.tensor(self._room)))
 
         def rows(layout: Layout) -> int:
             return self.chunk or rows_for(room, layout.structure, layout.noise)
 
         reads = self._reads_clean if skip else None
-        model = opened(self.model, self.modules, self._layouts, batch, reads, rows, team)
+        model = opened(self.model, self.modules, self._layouts, batch, reads, rows, ranks)
         with Hold(), Claim(self.modules), model as session:
-            session.places = places
+            session.index = places
             yield session
+
+    def inspect(self, inputs: Any, targets: Any = None) -> Self:
+        """Look at the structure of the forward pass, for ``print(fg)``; nothing is estimated."""
+        with self.session(inputs, targets, skip=True):
+            return self
+
+    def __str__(self) -> str:
+        return summary(self.groups, self._layouts.latest)
+
+    def __repr__(self) -> str:
+        model, names = type(self.model).__name__, [group.name for group in self.groups]
+        return f"ForwardGradient({model}, groups={names}, steps={self.steps})"
 
     def embed_points(self) -> None:
         """Also look at embeddings, though no allocator of this engine wants them."""
@@ -217,7 +240,7 @@ class ForwardGradient:
 
     def key(self, number: int) -> tuple[int, int, int]:
         """Key of the noise of a group in this step."""
-        return (self.seed, self.step, number)
+        return (self.seed, self.steps, number)
 
     def signal(self, number: int, session: Session) -> Signal:
         """What a group's allocator may know about this batch."""
@@ -229,7 +252,7 @@ class ForwardGradient:
             group.estimator.unit,
             floor_of(self.allocators[group.name], group),
             group.name,
-            session.places,
+            session.index,
             None if embedding is None else embedding.value[:size],
             self.key(number),
         )
@@ -238,33 +261,19 @@ class ForwardGradient:
         if (
             layout.embedding is not None
             or not all(isinstance(allocator, Equal) for allocator in self.allocators.values())
-            or any(getattr(g.estimator, "reads_clean", True) for g in self.groups)
+            or any(g.estimator.reads_clean for g in self.groups)
         ):
             return True
         # A pass only to replay a part of it pays if that part is large, or used often.
-        prefixes = [getattr(binding, "prefix", None) for binding in layout.bindings]
-        pairs = zip(prefixes, self.groups, strict=True)
-        return bool(sum(prefix.share * group.queries for prefix, group in pairs if prefix) >= 1)
-
-    def _commit(self, found: Sequence[Gradients]) -> None:
-        total: Gradients = {}
-        for gradients in found:
-            add_gradients(total, gradients)
-            gradients.clear()
-        with torch.no_grad():
-            while total:  # one by one, so that copy and original never stand side by side for all
-                parameter, gradient = total.popitem()
-                if parameter.grad is not None:
-                    parameter.grad.add_(gradient.to(parameter))
-                else:  # a copy: autograd may hand out one tensor for two parameters
-                    parameter.grad = gradient.to(parameter, copy=True)
+        pairs = zip(layout.bindings, self.groups, strict=True)
+        return bool(sum(binding.replayed_share * group.queries for binding, group in pairs) >= 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs beside model and optimizer."""
         return {
             "schema": SCHEMA,
             "seed": self.seed,
-            "step": self.step,
+            "step": self.steps,
             "room": self._room,
             "groups": [group.name for group in self.groups],
             "allocators": {n: copy.deepcopy(a.state_dict()) for n, a in self.allocators.items()},
@@ -277,8 +286,11 @@ class ForwardGradient:
         Raises:
             ValueError: If the state is of another version or of other groups.
         """
-        if state.get("schema") != SCHEMA:
-            raise ValueError(f"state has schema {state.get('schema')}, this version reads {SCHEMA}")
+        if state.get("schema") not in (1, SCHEMA):
+            raise ValueError(
+                f"state has schema {state.get('schema')}, this version reads 1 (flops 0.1) and "
+                f"{SCHEMA}; load it with the version that wrote it"
+            )
         names = [group.name for group in self.groups]
         if list(state["groups"]) != names:
             raise ValueError(f"state is of groups {list(state['groups'])}, not {names}")
@@ -292,14 +304,17 @@ class ForwardGradient:
         for name, allocator in loaded.items():
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
         self.allocators = loaded
-        self.seed, self.step = int(state["seed"]), int(state["step"])
+        self.seed, self.steps = int(state["seed"]), int(state["step"])
         self._room = int(state.get("room", self._room))
-        self.memory = copy.deepcopy(dict(state["memory"]))
+        self.memory = {
+            name: {RENAMED.get(key, key): copy.deepcopy(value) for key, value in kept.items()}
+            for name, kept in state["memory"].items()
+        }
 
 
 def _mean_loss(session: Session, seen: Sequence[float | None]) -> float:
     """Of the clean pass; without one, what the estimators saw in its place."""
-    if session.cost:
+    if session.clean:
         return float(session.losses.mean())
     found = [loss for loss in seen if loss is not None]
     return sum(found) / len(found)

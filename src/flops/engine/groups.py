@@ -10,20 +10,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from flops.errors import CoverageError, QueryError
-
-if TYPE_CHECKING:
-    from flops.estimators.base import Estimator
+from flops.estimators.base import Estimator
+from flops.passes.selection import Selection
 
 Target = nn.Module | str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Group:
     """Targets that are perturbed together.
 
@@ -54,14 +52,18 @@ class Group:
             self, "parameters", (self.parameters,) if one else tuple(self.parameters)
         )
 
+    def __repr__(self) -> str:
+        targets: Any = self.targets
+        shown = [t if isinstance(t, str) else type(t).__name__ for t in targets]
+        what = f"{shown}" if shown else f"parameters=[{len(tuple(self.parameters))}]"
+        name = "" if self.name is None else f", name={self.name!r}"
+        return f"Group({what}, {self.estimator!r}, queries={self.queries:g}{name})"
+
 
 @dataclass(frozen=True, eq=False)
-class ResolvedGroup:
-    """A group whose targets are known by name; what estimators work with."""
+class ResolvedGroup(Selection):
+    """A group whose targets are known by name, with its estimator and mean queries per point."""
 
-    name: str
-    modules: Mapping[str, nn.Module]
-    parameters: tuple[nn.Parameter, ...]
     estimator: Estimator
     queries: float
 
@@ -101,7 +103,7 @@ def _resolve_one(
         raise CoverageError(f"groups must be Group(...), not {type(group).__name__}")
     label = f"group '{group.name}'" if group.name else f"group {number}"
     estimator = group.estimator
-    if estimator is None or isinstance(estimator, type) or not hasattr(estimator, "estimate"):
+    if not isinstance(estimator, Estimator):
         raise CoverageError(
             f"{label} needs an estimator, for example LikelihoodRatio(sigma=1e-3), not {estimator}"
         )
@@ -214,20 +216,3 @@ def _check_covered(groups: Sequence[ResolvedGroup], root: nn.Module) -> None:
             "group, give them as Group(parameters=[...], estimator=SPSA(...)), or freeze them "
             "with requires_grad_(False)."
         )
-
-
-def leaves(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The smallest modules whose outputs carry all trainable parameters of a module.
-
-    A module with parameters of its own is not split, since they act inside its forward; this
-    keeps nn.MultiheadAttention whole, whose projections never run as modules.
-    """
-    if not any(p.requires_grad for p in module.parameters()):
-        return {}
-    own = any(p.requires_grad for p in module.parameters(recurse=False))
-    if own or isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module):
-        return {name: module}
-    found: dict[str, nn.Module] = {}
-    for child_name, child in module.named_children():
-        found.update(leaves(f"{name}.{child_name}" if name else child_name, child))
-    return found

@@ -21,7 +21,6 @@ from flops.passes.embedding import Embedding, find_embedding
 from flops.passes.interrupts import check
 from flops.passes.replay import Passes
 from flops.passes.structure import FEW, MORE, Structure, inspect
-from flops.perturb.activations import Sites
 
 MOST = 256  # a layout is small: the outputs of its few rows are let go
 
@@ -46,7 +45,7 @@ class Layout:
     @property
     def noise(self) -> int:
         """Most noise values on the outputs of a row."""
-        return max((b.size for b in self.bindings if isinstance(b, Sites)), default=0)
+        return max((b.noise_size for b in self.bindings), default=0)
 
 
 class Layouts:
@@ -74,6 +73,11 @@ class Layouts:
         self._embedding, self._embed = embedding, embed
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._known: dict[Any, Layout] = {}
+
+    @property
+    def latest(self) -> Layout | None:
+        """The layout that was used last; None before the first batch."""
+        return next(reversed(self._known.values()), None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Layouts know parameters by their identity, which no copy shares: it finds its own.

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from flops.subspace.report import ShapingReport
+
 
 class ForwardEquivalents(float):
     """Cost in forward passes of one point, with its parts.
@@ -38,41 +40,6 @@ class ForwardEquivalents(float):
             "local": self.local,
             "probe": self.probe,
         }
-
-
-@dataclass(frozen=True)
-class SiteReport:
-    """Shaped noise at one site.
-
-    Attributes:
-        site: Name of the perturbed module or parameter.
-        k: Directions that a point was asked in here, on average over the points.
-        captured: Held-out estimate of the share of the gradient's energy in these directions,
-            over the last steps; 0 before the first shaped step.
-    """
-
-    site: str
-    k: float
-    captured: float
-
-
-@dataclass(frozen=True)
-class ShapingReport:
-    """Shaped noise in one group.
-
-    Attributes:
-        k: Directions that a point was asked in, on average over the points.
-        captured: Held-out estimate of the share of the gradient's energy that was measured.
-        explore: Share of isotropic queries.
-        correction: Weight of the unbiased correction, between 0 and 1.
-        sites: The same by site.
-    """
-
-    k: float
-    captured: float
-    explore: float
-    correction: float
-    sites: tuple[SiteReport, ...]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From query counts to rows: integer allocation, and the plan that every process makes alike.
+"""From query counts to rows: the plan that every rank makes alike.
 
 A row is (point, draw, sign): draw i of a point under +z, or under -z for the second half of an
 antithetic pair. Rows are ordered by point and draw and cut into chunks of nearly equal size.
@@ -8,96 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from flops.errors import QueryError
+from flops.engine.collectives import Collectives
+from flops.estimators.base import BatchPlan, Plan, PointPlan
+from flops.perturb.rows import Rows
 
 
-def round_counts(shares: Tensor, budget: int, *, unit: int = 1, floor: int = 1) -> Tensor:
-    """Integer counts in multiples of ``unit`` that sum to the budget, by largest remainder.
-
-    Counts are proportional to the shares, but for points that would fall below the floor: they
-    get the floor, and the others share what is left (water-filling).
-
-    Args:
-        shares: Non-negative weights of the points, shape (B,); all zero counts as all equal.
-        budget: Queries in all; rounded down to the unit.
-        unit: Queries of one draw: 1, or 2 for antithetic pairs.
-        floor: Fewest queries of a point, rounded up to the unit.
-
-    Returns:
-        A LongTensor of shape (B,) whose sum is the budget rounded down to the unit.
-
-    Raises:
-        QueryError: If the budget cannot give every point its floor, or if a share is negative
-            or not finite.
-    """
-    size = len(shares)
-    if size == 0:
-        raise QueryError("there are no points to spread the queries over")
-    total, least = budget // unit, -(-floor // unit)
-    if total < least * size or total < 1:
-        raise QueryError(
-            f"{budget} queries are too few for {size} points with at least {least * unit} "
-            f"each: raise `queries` to {max(1, least) * unit} or more per point"
-        )
-    weights = shares.detach().cpu().double()
-    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
-        raise QueryError(
-            "allocation shares must be finite and not negative, but lie between "
-            f"{float(weights.min())} and {float(weights.max())}"
-        )
-    # Relative to the largest, so that neither tiny nor huge shares leave the range of floats.
-    largest = float(weights.max())
-    weights = weights / largest if largest > 0 else torch.ones_like(weights)
-    ideal = _water_fill(weights, total, least)
-    counts = ideal.floor().long()
-    missing = total - int(counts.sum())
-    # A stable sort breaks ties by position, so that the result is the same everywhere.
-    order = torch.sort(ideal - counts, descending=True, stable=True).indices
-    counts[order[:missing]] += 1
-    return counts * unit
-
-
-def _water_fill(weights: Tensor, total: int, least: int) -> Tensor:
-    """Real-valued counts: the k smallest weights get the floor, for the first k that fits."""
-    ordered = torch.sort(weights)
-    mass = ordered.values.flip(0).cumsum(0).flip(0)  # of a weight and all larger ones
-    free = total - least * torch.arange(len(weights), dtype=weights.dtype)
-    fits = ordered.values * free / mass >= least
-    first = int(fits.byte().argmax()) if bool(fits.any()) else len(weights) - 1
-    ideal = weights * (free[first] / mass[first])
-    ideal[ordered.indices[:first]] = least
-    return ideal
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A chunk of rows: points, draws and signs of shape (R,), and their weights 1/A_j.
-
-    The weight of a row is one over the number of *draws* of its point: the mean over a point's
-    draws, however unequal the counts, so that every point keeps the weight 1/B in the batch.
-    """
-
-    points: Tensor
-    draws: Tensor
-    signs: Tensor
-    weights: Tensor
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def part(self, begin: int, end: int) -> Rows:
-        """Some rows that follow each other."""
-        cut = slice(begin, end)
-        return Rows(self.points[cut], self.draws[cut], self.signs[cut], self.weights[cut])
-
-
-def plan(counts: Tensor, unit: int) -> Rows:
+def plan_rows(counts: Tensor, unit: int) -> Rows:
     """All rows of a group, in order."""
     draws_of = counts // unit
     points = torch.repeat_interleave(torch.arange(len(counts)), draws_of)
@@ -111,10 +32,66 @@ def plan(counts: Tensor, unit: int) -> Rows:
     return Rows(points, draws, signs, weights)
 
 
-def chunks(rows: Rows, size: int, unit: int) -> Iterator[Rows]:
-    """Nearly equal chunks of at most ``size`` rows that keep pairs together."""
-    for begin, end in spans(len(rows), size, unit):
-        yield rows.part(begin, end)
+def own_chunks(plan: Plan, size: int, chunk: int, ranks: Collectives) -> Iterator[Rows]:
+    """This rank's share of the rows of a plan, cut into chunks.
+
+    Args:
+        plan: What an estimation wants to run.
+        size: Points of the batch.
+        chunk: Most rows of a chunk; partners of a pair stay together.
+        ranks: Ranks that share the rows.
+    """
+    if isinstance(plan, PointPlan):
+        rows = plan_rows(plan.counts, plan.unit)
+        rows = rows.part(*ranks.shard(len(rows), plan.unit))
+        for begin, end in spans(len(rows), chunk, plan.unit):
+            yield rows.part(begin, end)
+        return
+    begin, end = batch_bounds(plan, size, ranks)[ranks.rank : ranks.rank + 2]
+    for number in range(begin // size, -(-end // size)):
+        low, high = max(begin - number * size, 0), min(end - number * size, size)
+        for a, b in spans(high - low, chunk):
+            points = torch.arange(low + a, low + b)
+            ones = torch.ones(len(points))
+            yield Rows(points, torch.full_like(points, number), ones, ones / size)
+
+
+def batch_bounds(plan: BatchPlan, size: int, ranks: Collectives) -> list[int]:
+    """Rows of a `BatchPlan` at which the ranks' shares begin and end."""
+    return shares([1 - prefix.share for prefix in plan.prefixes], size, ranks.size)
+
+
+def gathered(
+    plans: Sequence[tuple[Plan, Sequence[Tensor], torch.dtype]], size: int, ranks: Collectives
+) -> list[tuple[Tensor, Tensor]]:
+    """Values of all ranks, in the order of each plan, and their points; one message for all.
+
+    Args:
+        plans: Each with what the chunks that ran here returned, and its type.
+        size: Points of the batch.
+        ranks: Ranks that share the rows.
+    """
+    mine, points = [], []
+    for plan, values, dtype in plans:
+        own = torch.cat([torch.empty(0, dtype=dtype), *values])
+        if isinstance(plan, PointPlan):
+            at = plan_rows(plan.counts, plan.unit).points[:: plan.unit]
+            begin, _ = ranks.shard(len(at))
+        else:
+            at = torch.arange(size).repeat(len(plan.prefixes))
+            begin = batch_bounds(plan, size, ranks)[ranks.rank]
+        mine.append((own, begin))
+        points.append(at)
+    if ranks.alone:
+        return [(own, at) for (own, _), at in zip(mine, points, strict=True)]
+    whole = torch.zeros(sum(len(at) for at in points), dtype=torch.float64)
+    offset = 0
+    for (own, begin), at in zip(mine, points, strict=True):
+        whole[offset + begin : offset + begin + len(own)] = own.double()
+        offset += len(at)
+    parts = ranks.all_gather(whole, 0, len(whole)).split([len(at) for at in points])
+    typed = [part.to(dtype) for part, (*_, dtype) in zip(parts, plans, strict=True)]
+    return list(zip(typed, points, strict=True))
 
 
 def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:
@@ -136,8 +113,8 @@ def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
     Returns:
         ``ranks + 1`` numbers from 0 to the number of rows; rank r has the rows between two of them.
     """
-    dearest = max(costs, default=1.0)
-    ends = list(accumulate(max(c, 1e-3 * dearest) * size for c in costs))  # a row is never free
+    most = max(costs, default=1.0)
+    ends = list(accumulate(max(c, 1e-3 * most) * size for c in costs))  # a row is never free
     bounds = [0]
     for rank in range(1, ranks):
         wanted = ends[-1] * rank / ranks

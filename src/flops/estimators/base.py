@@ -1,14 +1,259 @@
-"""The extension point for gradient estimators: one file, one class that has these members."""
+"""The extension point for gradient estimators: ask, tell, write.
+
+An estimator says what to perturb and what the answers mean; who runs the rows is somebody else
+(`flops.engine`): a model on this machine, several ranks, or a service behind a journal. In a step
+every group has one `Estimation`:
+
+    plan    which rows it wants next; None when it has all it needs
+    ask     perturbation of a chunk of rows (point, draw, sign)
+    tell    their losses (and outputs, where they are shown) -> directional derivatives
+    collect those of all ranks, in the order of the plan
+    write   gradients, parameter by parameter
+    finish  what allocators and reports want to know
+
+Up to `collect` nothing may change but the estimation itself.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from flops.engine.groups import ResolvedGroup
-from flops.engine.meetings import Work
-from flops.engine.queries import Estimate, Queries
-from flops.passes.replay import Passes
+import torch
+from torch import Tensor, nn
+
+from flops.errors import PrecisionWarning
+from flops.passes.intercept import Action
+from flops.passes.local_vjp import Gradients, LocalTarget
+from flops.passes.replay import Edit, Passes, Prefix
+from flops.passes.selection import Selection
 from flops.passes.structure import Use
+from flops.perturb.rows import Rows
+from flops.subspace.config import Shaping
+from flops.subspace.step import Decide, ShapedEstimate, as_computed
+
+ROUNDING_UNITS = 50
+
+
+@dataclass(frozen=True)
+class Queries:
+    """One group's part of one step, as its estimator sees it.
+
+    Attributes:
+        name: The group's name.
+        losses: Clean losses, shape (B,); NaN if there was no clean pass.
+        counts: Queries per point, shape (B,).
+        key: (seed, step, group), the key of all noise.
+        ids: Identity of each point for its noise.
+        memory: What the estimator keeps from step to step for this group; part of the state.
+            Replace entries, never write into them: a failed step must leave the old ones.
+        recorded: Calls whose clean outputs can be replayed.
+        clean: What else the clean pass showed, for estimators that read outputs, shape (B, K).
+        decide: Told each discrete decision, which a journal may have kept from another machine.
+    """
+
+    name: str
+    losses: Tensor
+    counts: Tensor
+    key: tuple[int, ...]
+    ids: list[int]
+    memory: dict[str, Any]
+    recorded: frozenset[int] = frozenset()
+    clean: Tensor | None = None
+    decide: Decide = as_computed
+
+    @property
+    def size(self) -> int:
+        """Number of points B."""
+        return len(self.losses)
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """How the forward pass of some rows differs from the clean one.
+
+    Attributes:
+        prefix: What is replayed.
+        edits: Changes to the outputs of calls.
+        around: What calls do instead of their own forward.
+    """
+
+    prefix: Prefix
+    edits: Mapping[int, Edit] = field(default_factory=dict)
+    around: Mapping[int, Action] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a chunk of rows showed: losses of shape (R,), and outputs of shape (R, K) if any."""
+
+    losses: Tensor
+    outputs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PointPlan:
+    """Every point has draws of its own: ``counts`` queries, ``unit`` of them per draw."""
+
+    counts: Tensor
+    unit: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """All points run under each of some perturbations; ``prefixes`` has one for each."""
+
+    prefixes: Sequence[Prefix]
+
+
+Plan = PointPlan | BatchPlan
+
+
+@dataclass
+class Estimate:
+    """What an estimation found out, beside the gradients.
+
+    Attributes:
+        derivatives: Directional derivative w = (l - b) / sigma of each draw, shape (draws,).
+        points: The point of each draw; None if the draws are shared by the batch.
+        factors: Trace of one draw's covariance over its squared derivative: one number, or one
+            for each point, shape (B,).
+        directions: Number of noise dimensions if a point's draws are mutually orthogonal, else 0.
+        shaped: Energies and errors, where the estimate is not an average over the draws.
+        loss: Mean loss, of an estimator that reads no clean pass.
+    """
+
+    derivatives: Tensor = field(default_factory=lambda: torch.empty(0))
+    points: Tensor | None = None
+    factors: float | Tensor = 0.0
+    directions: int = 0
+    shaped: ShapedEstimate | None = None
+    loss: float | None = None
+
+
+class Sink(Protocol):
+    """Takes the gradients of a group."""
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to a parameter's gradient; the tensor now belongs to the sink."""
+        ...
+
+    def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
+        """Nothing more comes for these parameters; the pass behind them has come to ``after``."""
+        ...
+
+
+class Runner(Protocol):
+    """What an estimation may ask of the engine beside the answers to its queries."""
+
+    @property
+    def passes(self) -> Passes:
+        """Passes over the batch."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the rows."""
+        ...
+
+    def share(self, count: int) -> tuple[int, int]:
+        """First and last + 1 of so many things that are this rank's."""
+        ...
+
+    def own_points(self, plan: PointPlan) -> tuple[int, int]:
+        """First and last + 1 of the points whose rows run here, with those that have none."""
+        ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks."""
+        ...
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Largest value over the ranks, entry by entry."""
+        ...
+
+    def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
+        """Sum over the ranks of gradients that some of them may lack."""
+        ...
+
+    def local_share(self, prefix: Prefix, targets: Sequence[LocalTarget]) -> float:
+        """Cost of the local products of one point, in forward passes."""
+        ...
+
+    def products(
+        self,
+        prefix: Prefix,
+        targets: Sequence[LocalTarget],
+        deltas: Mapping[int, Mapping[int, Tensor]],
+        sink: Sink,
+        points: tuple[int, int] | None = None,
+        watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
+    ) -> None:
+        """Sum of the local products of some points; charged for all. See `flops.passes.local_vjp`.
+
+        Args:
+            prefix: What is replayed.
+            targets: In the order in which they end.
+            deltas: Of shape (B, ...), with their batch first here.
+            sink: Where the gradients go.
+            points: First and last + 1 of the points; None for all of them.
+            watch: Sees points, each target and its arguments.
+        """
+        ...
+
+    def backpropagate(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        """Exact gradients of this rank's part of the mean loss, and the losses; charged."""
+        ...
+
+
+class Estimation(ABC):
+    """One group's part of one step.
+
+    Attributes:
+        partial: Whether what `write` adds is this rank's part of a sum over the ranks.
+        dtype: Of what `tell` returns.
+    """
+
+    partial: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def prepare(self, runner: Runner) -> None:
+        """Work of the first phase that is no query (backpropagation)."""
+        return
+
+    @abstractmethod
+    def plan(self) -> Plan | None:
+        """The rows that are wanted next; None if there are none."""
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """Perturbation of a chunk of rows; of a `BatchPlan`, ``draws`` is its number for all."""
+        raise NotImplementedError
+
+    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+        """The answer to the last `ask`: returns what all ranks must know.
+
+        One value per draw of a `PointPlan`, the directional derivatives; one per row of a
+        `BatchPlan`, the losses.
+        """
+        return answer.losses.cpu()
+
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """What `tell` returned for all rows of the plan, on all ranks; the points of the values."""
+        return
+
+    @abstractmethod
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """Hand over the gradient of the mean loss times a scale, and say what is complete."""
+
+    @abstractmethod
+    def finish(self) -> Estimate:
+        """After `write`: what the allocator and the report want to know."""
 
 
 class Binding(Protocol):
@@ -19,57 +264,110 @@ class Binding(Protocol):
         """Calls whose clean outputs must be recorded."""
         ...
 
+    @property
+    def replayed_share(self) -> float:
+        """Share of a forward pass that queries replay instead of running it."""
+        ...
+
+    @property
+    def noise_size(self) -> int:
+        """Noise values on the outputs of a row."""
+        ...
+
+    @property
+    def local_needed(self) -> frozenset[int]:
+        """Calls whose clean outputs its local products replay."""
+        ...
+
+    @property
+    def local_span(self) -> tuple[int, int] | None:
+        """First and last moment of the pass of its local products; None without one."""
+        ...
+
     def covers(self, use: Use) -> bool:
         """Whether the estimate contains the effect of this use of a parameter."""
         ...
 
 
-@runtime_checkable
-class Estimator(Protocol):
+class Estimator(ABC):
     """Estimates the gradient of the mean loss with respect to a group's parameters.
 
     Attributes:
         unit: Queries per draw: 1, or 2 for antithetic pairs.
-        minimum_queries: Fewest queries per point.
+        minimum_queries: Fewest queries per point; 0 if it makes none.
+        sigma: Noise scale; None without noise.
+        shaping: Options of shaped noise; None for isotropic noise.
         shared: Whether all points of the batch see the same draw; counts must then be equal.
         whole_model: Whether the estimate contains all uses of a parameter wherever they are.
-
-    One that never looks at the clean losses may say so by ``reads_clean = False`` and return the
-    mean loss in its `Estimate`: where nothing else reads it, the clean pass is then left out. One
-    may also have ``work(binding, queries)``, a generator that returns the `Estimate` and stops
-    before every exchange with other processes, so that groups meet together
-    (`flops.engine.meetings`).
+        reads_clean: Whether it looks at the clean losses. Where nothing does, there is no clean
+            pass, and `Estimate.loss` is reported instead.
     """
 
     @property
-    def unit(self) -> int: ...  # noqa: D102
+    def sigma(self) -> float | None:  # noqa: D102
+        return None
 
     @property
-    def minimum_queries(self) -> int: ...  # noqa: D102
+    def shaping(self) -> Shaping | None:  # noqa: D102
+        return None
 
     @property
-    def shared(self) -> bool: ...  # noqa: D102
+    def shared(self) -> bool:  # noqa: D102
+        return False
 
     @property
-    def whole_model(self) -> bool: ...  # noqa: D102
+    def whole_model(self) -> bool:  # noqa: D102
+        return False
 
-    def check(self, group: ResolvedGroup) -> None:
+    @property
+    def unit(self) -> int:  # noqa: D102
+        return 1
+
+    @property
+    def minimum_queries(self) -> int:  # noqa: D102
+        return self.unit
+
+    @property
+    def reads_clean(self) -> bool:  # noqa: D102
+        return True
+
+    def check(self, selection: Selection) -> None:
         """Refuse a group that this estimator cannot serve, before any pass."""
-        ...
+        return
 
-    def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Any:
+    @abstractmethod
+    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Any:
         """Find targets and prefixes in the structure of the forward pass; returns a Binding."""
-        ...
 
-    def estimate(self, binding: Any, queries: Queries) -> Estimate:
-        """Run the queries and return the gradients; nothing in the model may change."""
-        ...
+    @abstractmethod
+    def begin(self, binding: Any, queries: Queries, runner: Runner) -> Estimation:
+        """One group's part of a step; nothing in the model may change."""
 
 
-def work_of(estimator: Estimator, binding: Any, queries: Queries) -> Work[Estimate]:
-    """An estimate with a stop before every exchange, where the estimator has such stops."""
-    work = getattr(estimator, "work", None)
-    if work is None:
-        return estimator.estimate(binding, queries)
-    estimate: Estimate = yield from work(binding, queries)
-    return estimate
+def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None = None) -> None:
+    """Warn, once per group, when loss differences are near the rounding of the loss itself."""
+    changed = differences[differences != 0]  # an error rate changes seldom, and is not rounded
+    differences = changed if len(changed) else differences
+    if loss is None:
+        loss = float(queries.losses.abs().median())
+    unit = torch.finfo(differences.dtype).eps * max(1.0, abs(loss))
+    median = float(differences.abs().median())
+    if median < ROUNDING_UNITS * unit and not queries.memory.get("warned_of_rounding"):
+        queries.memory["warned_of_rounding"] = True
+        nothing = " (or the loss does not depend on this group)" if median == 0 else ""
+        warnings.warn(
+            f"group '{queries.name}': the median loss difference {median:.1e} is under "
+            f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding is felt in the "
+            f"directional derivatives of easy points; raise sigma{nothing}, or see "
+            "`flops.diagnose`",
+            PrecisionWarning,
+            stacklevel=_outside(),
+        )
+
+
+def _outside() -> int:
+    """How far up the stack the user's code is, for warnings that point there."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -14,28 +14,41 @@ every few steps. A coordinate reuses all features that end before its own module
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flops.engine.groups import ResolvedGroup
-from flops.engine.queries import Change, Estimate, Queries
-from flops.engine.rows import round_counts
+from flops.allocators.rounding import round_counts
+from flops.estimators.base import (
+    Answer,
+    BatchPlan,
+    Estimate,
+    Estimation,
+    Estimator,
+    Perturbation,
+    Plan,
+    Queries,
+    Runner,
+    Sink,
+    warn_if_rounding,
+)
 from flops.estimators.spsa import SPSA
+from flops.estimators.variance import Collected
 from flops.passes.intercept import Action, Forward
 from flops.passes.local_vjp import Gradients
-from flops.passes.prefix import Prefix, nothing
-from flops.passes.replay import Passes
+from flops.passes.replay import Passes, Prefix, nothing
+from flops.passes.selection import Selection
 from flops.passes.structure import Use
 from flops.perturb.parameter_calls import Unit, Units, find_units
 from flops.perturb.random import generator
+from flops.perturb.rows import Rows
 
 
 @dataclass(frozen=True)
-class DeepZero:
+class DeepZero(Estimator):
     """Finite differences along single coordinates; `queries` of the group is their number.
 
     The estimate is exact on its coordinates but for O(sigma) curvature and rounding, and zero
@@ -55,9 +68,6 @@ class DeepZero:
     shuffle: int = 1
 
     shared = True
-    whole_model = False
-    unit = 1
-    minimum_queries = 1
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -68,12 +78,9 @@ class DeepZero:
         if self.score_draws < 1 or self.shuffle < 1:
             raise ValueError("score_draws and shuffle must be at least 1")
 
-    def check(self, group: ResolvedGroup) -> None:
-        """Any group will do."""
-
-    def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Coordinates:
+    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Coordinates:
         """Find the units, and for each what can be reused before it."""
-        units = find_units(group, passes, reuse)
+        units = find_units(selection, passes, reuse)
         calls = passes.structure.calls
         prefixes = [
             passes.prefix(calls[unit.calls[0]].start) if reuse else nothing(passes.structure)
@@ -81,74 +88,154 @@ class DeepZero:
         ]
         return Coordinates(units, tuple(prefixes))
 
-    def estimate(self, binding: Coordinates, queries: Queries) -> Estimate:
-        """One finite difference per coordinate of the set."""
-        clean = queries.losses.mean().cpu()
-        gradients: Gradients = {p: torch.zeros_like(p) for *_, p in binding.places}
-        changes, places = [], []
-        for number, path, chosen in self._coordinates(binding, queries):
-            unit = binding.units.units[number]
-            parameter = unit.parameters[path]
-            for i in chosen:
-                at = torch.unravel_index(i, parameter.shape)  # of any memory format
-                step = _step(unit, parameter, at, self.sigma)
-                changes.append(Change(binding.prefixes[number], partial(_at_all, unit, step)))
-                places.append((parameter, at))
-        w = (queries.means(changes) - clean) / self.sigma
-        for (parameter, at), slope in zip(places, w, strict=True):
-            gradients[parameter][at] += slope.to(parameter.device)
-        queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
-        return Estimate(gradients)  # no sampling noise: what is missing is zero, not random
+    def begin(self, binding: Coordinates, queries: Queries, runner: Runner) -> Estimation:
+        """One group's part of a step."""
+        return _CoordinateWise(self, binding, queries)
 
-    def _coordinates(self, binding: Coordinates, queries: Queries) -> list[tuple[int, str, Tensor]]:
-        """The set S: by unit and parameter, flat positions."""
-        places = binding.places
-        units = binding.units.units
+
+class _CoordinateWise(Estimation):
+    """One finite difference per coordinate of the set S, after two rounds that find its ratios."""
+
+    def __init__(self, options: DeepZero, binding: Coordinates, queries: Queries) -> None:
+        self._options, self._binding, self._queries = options, binding, queries
+        self.dtype = queries.losses.dtype
+        self._spsa = SPSA(sigma=options.sigma, shared=True)
+        self._scoring: Estimation | None = None
+        self._here: Gradients | None = None
+        self._chosen: list[tuple[int, nn.Parameter, tuple[Tensor, ...]]] | None = None
+        self._derivatives = torch.empty(0)
+
+    def plan(self) -> Plan | None:
+        """Scores in a group's first step, then the coordinates."""
+        if self._chosen is not None:
+            return None
+        if "ratios" not in self._queries.memory and self._options.pruning == "zo-grasp":
+            # The same noise for both gradients, so that their difference is not drowned in it.
+            counts = torch.full((self._queries.size,), 2 * self._options.score_draws)
+            scoring = replace(self._queries, counts=counts, memory={"warned_of_rounding": True})
+            self._scoring = self._spsa.begin(self._binding.units, scoring, None)  # type: ignore[arg-type]
+            return self._scoring.plan()
+        self._chosen = list(self._coordinates())
+        return BatchPlan([self._binding.prefixes[number] for number, *_ in self._chosen])
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """One coordinate moved by sigma."""
+        if self._scoring is not None:
+            found = self._scoring.ask(rows)
+            return found if self._here is None else self._moved(found, self._here)
+        assert self._chosen is not None
+        number, parameter, at = self._chosen[int(rows.draws[0])]
+        unit = self._binding.units.units[number]
+        action = _step(unit, parameter, at, self._options.sigma)
+        around = dict.fromkeys(unit.calls, action)
+        return Perturbation(self._binding.prefixes[number], around=around)
+
+    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+        """Losses of all points."""
+        return answer.losses.cpu()
+
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """The derivatives; of the scoring rounds the ratios."""
+        if self._scoring is not None:
+            self._scoring.collect(values, points, runner)
+            found = Collected()
+            self._scoring.write(found, runner)
+            self._scoring = None
+            if self._here is None:
+                self._here = found.gradients
+            else:
+                ratios = self._grasp(self._here, found.gradients)
+                self._queries.memory["ratios"] = ratios / ratios.sum()
+            return
+        means = values.view(-1, self._queries.size).mean(1)
+        clean = self._queries.losses.mean().cpu()
+        self._derivatives = (means - clean) / self._options.sigma
+        differences = (self._derivatives * self._options.sigma).to(self._queries.losses.dtype)
+        warn_if_rounding(self._queries, differences)
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """Zero but on the coordinates."""
+        assert self._chosen is not None
+        by_parameter: dict[nn.Parameter, list[tuple[tuple[Tensor, ...], Tensor]]] = {
+            p: [] for *_, p in self._binding.places
+        }
+        for (_, parameter, at), w in zip(self._chosen, self._derivatives, strict=True):
+            by_parameter[parameter].append((at, w))
+        for parameter, entries in by_parameter.items():
+            gradient = torch.zeros_like(parameter)
+            for at, w in entries:
+                gradient[at] += (w * scale).to(parameter.device)
+            sink.add(parameter, gradient)
+            sink.complete([parameter])
+
+    def finish(self) -> Estimate:
+        """No sampling noise: what is missing is zero, not random."""
+        return Estimate()
+
+    def _coordinates(self) -> Iterator[tuple[int, nn.Parameter, tuple[Tensor, ...]]]:
+        """The set S: unit, parameter and place."""
+        queries, units = self._queries, self._binding.units.units
+        places = self._binding.places
         sizes = torch.tensor([units[number].size(path) for number, path, _ in places])
-        wanted = min(int(queries.counts[0]), int(sizes.sum()))
+        wanted = self._wanted()
         if "ratios" not in queries.memory:
-            ratios = sizes.double()
-            if self.pruning == "zo-grasp":
-                ratios = self._grasp(binding, queries, wanted)
-            queries.memory["ratios"] = ratios / ratios.sum()
+            queries.memory["ratios"] = sizes.double() / sizes.double().sum()
         counts = _capped(queries.memory["ratios"], sizes, wanted)
-        seed, step, group = queries.key
-        chosen = []
+        seed, step, group = queries.key[:3]
         for place, (number, path, parameter) in enumerate(places):
-            source = generator(seed, step // self.shuffle, group, place)
+            source = generator(seed, step // self._options.shuffle, group, place)
             order = torch.randperm(int(sizes[place]), generator=source)[: int(counts[place])]
             if path in units[number].padding:  # what only pads is not in the set
                 width = parameter[0].numel()
                 order = order + width * (order >= width * units[number].padding[path])
-            if len(order):
-                chosen.append((number, path, order))
-        return chosen
+            for i in order:
+                yield (
+                    number,
+                    parameter,
+                    torch.unravel_index(i, parameter.shape),
+                )  # any memory format
 
-    def _grasp(self, binding: Coordinates, queries: Queries, wanted: int) -> Tensor:
+    def _wanted(self) -> int:
+        units = self._binding.units.units
+        sizes = [units[number].size(path) for number, path, _ in self._binding.places]
+        return min(int(self._queries.counts[0]), sum(sizes))
+
+    def _grasp(self, here: Gradients, there: Gradients) -> Tensor:
         """How many of the best-scored coordinates lie in each parameter."""
-        counts = torch.full((queries.size,), 2 * self.score_draws)
-        scoring = replace(queries, counts=counts, memory={})
-        spsa = SPSA(sigma=self.sigma, shared=True)
-        # The same noise for both, so that their difference is not drowned in it.
-        here = spsa.estimate(binding.units, scoring).gradients
-        saved = {p: p.data for p in here}
-        try:
-            for parameter, gradient in here.items():
-                moved = parameter.data + self.sigma * gradient
-                parameter.data = moved.to(parameter.dtype)
-            there = spsa.estimate(binding.units, scoring).gradients
-        finally:
-            for parameter, data in saved.items():
-                parameter.data = data
-        scores = [-p.detach() * (there[p] - here[p]) / self.sigma for *_, p in binding.places]
-        for score, (number, path, _) in zip(scores, binding.places, strict=True):
-            if path in binding.units.units[number].padding:
-                score[binding.units.units[number].padding[path]] = -torch.inf
-        best = torch.cat([score.flatten() for score in scores]).topk(wanted).indices
+        places, sigma = self._binding.places, self._options.sigma
+        scores = [-p.detach() * (there[p] - here[p]) / sigma for *_, p in places]
+        for score, (number, path, _) in zip(scores, places, strict=True):
+            if path in self._binding.units.units[number].padding:
+                score[self._binding.units.units[number].padding[path]] = -torch.inf
+        best = torch.cat([score.flatten() for score in scores]).topk(self._wanted()).indices
         owner = torch.repeat_interleave(
             torch.arange(len(scores)), torch.tensor([score.numel() for score in scores])
         )
         return torch.bincount(owner[best.cpu()], minlength=len(scores)).double()
+
+    def _moved(self, found: Perturbation, gradients: Gradients) -> Perturbation:
+        """The same perturbation at parameters moved along the first gradient by sigma."""
+
+        def wrapped(unit: Unit, inner: Action) -> Action:
+            def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                saved = [(p, p.data) for p in unit.parameters.values()]
+                try:
+                    for parameter, data in saved:
+                        moved = data + self._options.sigma * gradients[parameter]
+                        parameter.data = moved.to(parameter.dtype)
+                    return inner(forward, args, kwargs)
+                finally:
+                    for parameter, data in saved:
+                        parameter.data = data
+
+            return action
+
+        around = {
+            number: wrapped(unit, found.around[number])
+            for unit in self._binding.units.units
+            for number in unit.calls
+        }
+        return replace(found, around=around)
 
 
 @dataclass(frozen=True)
@@ -164,6 +251,26 @@ class Coordinates:
         return self.units.needed.union(*(prefix.needed for prefix in self.prefixes))
 
     @property
+    def replayed_share(self) -> float:
+        """That of the first unit."""
+        return self.units.prefix.share
+
+    @property
+    def noise_size(self) -> int:
+        """Outputs get no noise."""
+        return 0
+
+    @property
+    def local_needed(self) -> frozenset[int]:
+        """No local products."""
+        return frozenset()
+
+    @property
+    def local_span(self) -> None:
+        """No local products."""
+        return
+
+    @property
     def places(self) -> list[tuple[int, str, nn.Parameter]]:
         """Every parameter at every unit that uses it."""
         return [
@@ -175,10 +282,6 @@ class Coordinates:
     def covers(self, use: Use) -> bool:
         """While a unit of that parameter runs."""
         return self.units.covers(use)
-
-
-def _at_all(unit: Unit, action: Action) -> dict[int, Action]:
-    return dict.fromkeys(unit.calls, action)
 
 
 def _step(unit: Unit, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: float) -> Action:

@@ -21,7 +21,7 @@ class ES(ParameterNoise):
         shared: One draw for the whole batch instead of one for each point.
         noise: Noise of shared draws, and of the isotropic ones among shaped draws.
         baseline: "clean" (the noise-free loss), "none", or "antithetic", which is SPSA.
-        shaping: `Shaping()` asks where earlier queries found the gradient; None is isotropic.
+        shaping: `Shaping()` puts noise where earlier queries found the gradient; None is isotropic.
     """
 
     baseline: Baseline = "clean"
@@ -38,5 +38,6 @@ class ES(ParameterNoise):
             )
 
     @property
-    def _baseline(self) -> Baseline:
+    def used_baseline(self) -> Baseline:
+        """The chosen one."""
         return self.baseline

@@ -14,26 +14,39 @@ here cost a bias of the order sigma^2, that of the smoothing itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from flops.engine.groups import ResolvedGroup, leaves
-from flops.engine.meetings import Work, completed
-from flops.engine.queries import Estimate, Queries
 from flops.errors import CoverageError
-from flops.estimators.shaped import estimate_shaped
+from flops.estimators.base import (
+    Answer,
+    Estimate,
+    Estimation,
+    Estimator,
+    Perturbation,
+    PointPlan,
+    Queries,
+    Runner,
+    Sink,
+    warn_if_rounding,
+)
 from flops.estimators.variance import LeafEnergies, jacobian_energy
 from flops.passes.local_vjp import LocalTarget
 from flops.passes.replay import Passes
+from flops.passes.selection import Selection, leaves
 from flops.passes.structure import Call
 from flops.perturb.activation_checks import check_sites
 from flops.perturb.activations import Sites
 from flops.perturb.random import KINDS, Kind, NoiseStream, negative, values
+from flops.perturb.rows import Rows
 from flops.subspace.config import Shaping
+from flops.subspace.measurements import Space
+from flops.subspace.moments import Grid, grid
+from flops.subspace.step import ShapedStep
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
@@ -43,7 +56,7 @@ PIECE = 1 << 12  # noise values of a row that are looked up at once
 
 
 @dataclass(frozen=True)
-class LikelihoodRatio:
+class LikelihoodRatio(Estimator):
     """Likelihood-ratio estimator on module outputs.
 
     Args:
@@ -54,7 +67,7 @@ class LikelihoodRatio:
             pairs +z, -z on the same point (two queries per draw, for large sigma), "none" is the
             equation to the letter; its variance is useless at small sigma.
         noise: "gaussian", "rademacher" or "orthogonal".
-        shaping: `Shaping()` asks where earlier queries found the gradient; None is isotropic.
+        shaping: `Shaping()` puts noise where earlier queries found the gradient; None is isotropic.
 
     The mean is the gradient of the loss smoothed by the noise; a query costs the part of a
     forward pass behind the first noise site.
@@ -65,9 +78,6 @@ class LikelihoodRatio:
     baseline: Baseline = "clean"
     noise: Kind = "gaussian"
     shaping: Shaping | None = None
-
-    shared = False
-    whole_model = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -90,23 +100,18 @@ class LikelihoodRatio:
         """Queries per draw."""
         return 2 if self.baseline == "antithetic" else 1
 
-    @property
-    def minimum_queries(self) -> int:
-        """One draw per point."""
-        return self.unit
-
-    def check(self, group: ResolvedGroup) -> None:
+    def check(self, selection: Selection) -> None:
         """LR perturbs outputs, so the group must name modules."""
-        if not group.modules:
+        if not selection.modules:
             raise CoverageError(
-                f"group '{group.name}': LikelihoodRatio perturbs the outputs of modules; give "
+                f"group '{selection.name}': LikelihoodRatio perturbs the outputs of modules; give "
                 "modules as targets, or use SPSA or ES for bare parameters"
             )
 
-    def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Sites:
+    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Sites:
         """Find the noise sites and the local products of the group."""
         canonical = {id(module): name for name, module in passes.modules.items()}
-        modules = dict(group.modules)
+        modules = dict(selection.modules)
         if self.targets == "leaf":
             split = [leaves(name, module) for name, module in modules.items()]
             modules = {canonical[id(m)]: m for part in split for m in part.values()}
@@ -114,11 +119,11 @@ class LikelihoodRatio:
         for name, found in calls.items():
             if not found:
                 raise CoverageError(
-                    f"target '{name}' of group '{group.name}' never runs in the forward pass (or "
-                    "only for some data); give the module around it"
+                    f"target '{name}' of group '{selection.name}' never runs in the forward pass "
+                    "(or only for some data); give the module around it"
                 )
         if self.targets == "stage":
-            local = [_stage(group, modules, calls)]
+            local = [_stage(selection.name, modules, calls)]
         else:
             local = [
                 LocalTarget(name, call.number, call.number, _trainable(modules[name]))
@@ -126,68 +131,175 @@ class LikelihoodRatio:
                 for call in found
             ]
         local.sort(key=lambda t: passes.structure.calls[t.last].end)
-        sites = Sites(group.name, modules, tuple(local), passes, reuse)
+        sites = Sites(selection.name, modules, tuple(local), passes, reuse)
         check_sites(sites, passes)
         return sites
 
-    def estimate(self, binding: Sites, queries: Queries) -> Estimate:
-        """Accumulate delta over the queries, then take the local products."""
-        return completed(self.work(binding, queries))
-
-    def work(self, binding: Sites, queries: Queries) -> Work[Estimate]:
-        """The estimate, with a stop before every exchange with other processes."""
+    def begin(self, binding: Sites, queries: Queries, runner: Runner) -> Estimation:
+        """One group's part of a step."""
         if self.shaping is not None:
-            return (yield from estimate_shaped(self, self.shaping, binding, queries))
-        dtype = torch.promote_types(torch.float32, binding.dtype)
-        device = binding.sites[0].leaf.device
-        delta = torch.zeros(queries.size, binding.size, dtype=dtype, device=device)
-        draws = (queries.counts // self.unit).tolist()
-        stream = NoiseStream(self.noise, queries.key, queries.ids, draws, binding.size)
-        slopes, once = [], slice(None, None, self.unit)  # a pair shares its draw
-        chunks = list(queries.chunks(self.unit))
-        # Bits of many small sites take longer to look up than their rows take to run.
-        compact = len(binding.sites) <= FEW
-        noise = stream.parts([(rows.points[once], rows.draws[once]) for rows in chunks], compact)
-        for rows, z in zip(chunks, noise, strict=True):
-            at = rows.points[once]
-            z = z.to(device, dtype) if z.is_floating_point() else z  # (draws, size)
-            signed = z if self.unit == 1 else torch.stack([z, negative(z)], 1).flatten(0, 1)
-            with torch.inference_mode():
-                edits = binding.edits(signed, self.sigma)
-                losses = queries.run(binding.query_prefix, rows.points, edits=edits).cpu()
-                difference = self._difference(losses, queries.losses[rows.points].cpu())
-            w = difference.clone().to(dtype) / self.sigma
-            accumulate(delta, at, rows.weights[once].to(dtype) * w, z)
-            slopes.append(w)
-        energies = LeafEnergies(binding, queries)
-        repeat = not queries.team.alone and _repeat(binding, queries)
-        if repeat:
-            yield
-            delta = queries.team.add(delta)
-        gradients = queries.products(
-            binding.local_prefix,
-            binding.local,
-            binding.split(delta.div_(queries.size)),
-            None if repeat else queries.own(self.unit),
-            energies.see,
-        )
-        del delta
-        yield
-        w, at = queries.everyone(slopes, self.unit, dtype)
-        if self.baseline != "none":
-            queries.warn_if_rounding((w * self.sigma).to(queries.losses.dtype))
-        if not repeat:
-            gradients = queries.gathered(gradients, binding.local)
-        factors: Any = queries.team.largest(energies.total)
-        if not energies.closed:
-            factors = jacobian_energy(binding, queries)
-        directions = binding.size if self.noise == "orthogonal" else 0
-        return Estimate(gradients, w, at, factors, directions)
+            return _Shaped(self, self.shaping, binding, queries, runner)
+        return _Isotropic(self, binding, queries, runner)
 
-    def _difference(self, losses: Tensor, clean: Tensor) -> Tensor:
+    def derivatives(self, losses: Tensor, clean: Tensor, dtype: torch.dtype) -> Tensor:
+        """Directional derivative w = (l - b) / sigma of each draw; pairs stand side by side."""
         if self.baseline == "antithetic":
-            return (losses[0::2] - losses[1::2]) / 2
-        return losses - clean if self.baseline == "clean" else losses
+            return ((losses[0::2] - losses[1::2]) / 2).to(dtype) / self.sigma
+        return (losses - clean if self.baseline == "clean" else losses).to(dtype) / self.sigma
+
+
+class _Isotropic(Estimation):
+    """delta is the mean over the draws of w z; then one local product of each target."""
+
+    def __init__(
+        self, options: LikelihoodRatio, binding: Sites, queries: Queries, runner: Runner
+    ) -> None:
+        self._options, self._binding, self._queries = options, binding, queries
+        self.dtype = torch.promote_types(torch.float32, binding.dtype)
+        self._device = binding.sites[0].leaf.device
+        self._delta = torch.zeros(queries.size, binding.size, dtype=self.dtype, device=self._device)
+        draws = (queries.counts // options.unit).tolist()
+        self._stream = NoiseStream(options.noise, queries.key, queries.ids, draws, binding.size)
+        # Bits of many small sites take longer to look up than their rows take to run.
+        self._compact = len(binding.sites) <= FEW
+        self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
+        self._counts = self._plan
+        self._repeat = runner.world_size > 1 and _repeat(binding, queries, runner)
+        self.partial = not self._repeat
+        self._z = torch.empty(0)
+        self._derivatives, self._points = torch.empty(0), torch.empty(0)
+        self._factors: float | Tensor = 0.0
+
+    def plan(self) -> PointPlan | None:
+        """One round."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """Noise on the outputs of the targets."""
+        once = slice(None, None, self._options.unit)  # a pair shares its draw
+        z = self._stream.buffered(rows.points[once], rows.draws[once], self._compact)
+        self._z = z.to(self._device, self.dtype) if z.is_floating_point() else z  # (draws, size)
+        with torch.inference_mode():
+            edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.sigma)
+        return Perturbation(self._binding.query_prefix, edits=edits)
+
+    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+        """Add w z to the deltas of the points."""
+        once = slice(None, None, self._options.unit)
+        clean = self._queries.losses[rows.points].cpu()
+        w = self._options.derivatives(answer.losses.cpu(), clean, self.dtype)
+        weighted = rows.weights[once].to(self.dtype) * w
+        accumulate(self._delta, rows.points[once], weighted, self._z)
+        return w
+
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """Keep the derivatives for the variance."""
+        self._derivatives, self._points, self._z = values, points, torch.empty(0)
+        if self._options.baseline != "none":
+            differences = (values * self._options.sigma).to(self._queries.losses.dtype)
+            warn_if_rounding(self._queries, differences)
+        if self._repeat:
+            self._delta = runner.sum(self._delta)
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """The local products of all targets."""
+        binding, energies = self._binding, LeafEnergies(self._binding, self._queries.size, runner)
+        if not energies.closed:  # before anybody who waits for gradients may change a parameter
+            self._factors = jacobian_energy(binding, self._queries, runner)
+        own = None if self._repeat else runner.own_points(self._counts)
+        deltas = binding.split(self._delta.mul_(scale / self._queries.size))
+        self._delta = torch.empty(0)
+        runner.products(binding.local_prefix, binding.local, deltas, sink, own, energies.see)
+        if energies.closed:
+            self._factors = runner.max(energies.total)
+
+    def finish(self) -> Estimate:
+        """Derivatives, and what turns them into a variance."""
+        directions = self._binding.size if self._options.noise == "orthogonal" else 0
+        return Estimate(self._derivatives, self._points, self._factors, directions)
+
+
+class _Shaped(Estimation):
+    """delta is the posterior estimate from isotropic and shaped queries."""
+
+    partial = True
+
+    def __init__(
+        self,
+        options: LikelihoodRatio,
+        shaping: Shaping,
+        binding: Sites,
+        queries: Queries,
+        runner: Runner,
+    ) -> None:
+        self._options, self._binding, self._queries = options, binding, queries
+        self.dtype = torch.promote_types(torch.float32, binding.dtype)
+        self._device = binding.sites[0].leaf.device
+        grids, mask = _grids(shaping, binding, queries, runner.passes)
+        names = [binding.structure.calls[site.call].name for site in binding.sites]
+        space = Space(
+            grids,
+            options.unit,
+            options.noise,
+            self.dtype,
+            options.sigma,
+            names,
+            queries.key,
+            queries.ids,
+            mask,
+        )
+        self._step = ShapedStep(
+            space, shaping, queries.memory, queries.counts, queries.losses, queries.decide
+        )
+        self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
+        self._derivatives, self._points = torch.empty(0), torch.empty(0)
+        self._factors = 0.0
+
+    def plan(self) -> PointPlan | None:
+        """One round."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """Isotropic noise and directions of the basis, on the outputs of the targets."""
+        once = slice(None, None, self._options.unit)
+        z = self._step.rows(rows.points[once], rows.draws[once]).to(self._device)
+        with torch.inference_mode():
+            edits = self._binding.edits(_signed(z, self._options.unit), self._options.sigma)
+        return Perturbation(self._binding.query_prefix, edits=edits)
+
+    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+        """Derivatives along unit vectors."""
+        once = slice(None, None, self._options.unit)
+        clean = self._queries.losses[rows.points].cpu()
+        w = self._options.derivatives(answer.losses.cpu(), clean, self.dtype)
+        return self._step.scaled(rows.points[once], rows.draws[once], w)
+
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """Estimate every point's delta, and learn."""
+        self._step.collect(values, points)
+        self._derivatives, self._points = values, points
+        isotropic = values[self._step.isotropic]  # along a known direction it may well be 0
+        differences = (isotropic * self._options.sigma).to(self._queries.losses.dtype)
+        warn_if_rounding(self._queries, differences)
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """The local products of all targets."""
+        binding, size = self._binding, self._queries.size
+        self._factors = jacobian_energy(binding, self._queries, runner)
+        deltas = binding.split(self._step.delta * (scale / size))
+        own = runner.share(size) if runner.world_size > 1 else None
+        runner.products(binding.local_prefix, binding.local, deltas, sink, own)
+
+    def finish(self) -> Estimate:
+        """Derivatives, energies and errors."""
+        return Estimate(self._derivatives, self._points, self._factors, shaped=self._step.shaped)
+
+
+def _signed(z: Tensor, unit: int) -> Tensor:
+    """Noise of the rows, given that of the draws: pairs stand side by side."""
+    return z if unit == 1 else torch.stack([z, negative(z)], 1).flatten(0, 1)
 
 
 def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> None:
@@ -202,31 +314,59 @@ def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> No
         delta[first : last + 1, begin : begin + step].addmm_(matrix, part)
 
 
-def _repeat(binding: Sites, queries: Queries) -> bool:
-    """Whether processes exchange deltas and repeat all local products, rather than gradients.
+def _repeat(binding: Sites, queries: Queries, runner: Runner) -> bool:
+    """Whether ranks exchange deltas and repeat all local products, rather than gradients.
 
-    Of the two the smaller one travels; but products that are dear to repeat never are.
+    Of the two the smaller one travels; but products that are expensive to repeat never are.
     """
     parameters = dict.fromkeys(p for target in binding.local for p in target.parameters)
     smaller = queries.size * binding.size < sum(p.numel() for p in parameters)
-    return smaller and queries.local_share(binding.local_prefix, binding.local) <= CHEAP
+    return smaller and runner.local_share(binding.local_prefix, binding.local) <= CHEAP
+
+
+def _grids(
+    shaping: Shaping, binding: Sites, queries: Queries, passes: Passes
+) -> tuple[list[Grid], Tensor | None]:
+    """The sites as grids, and where noise matters.
+
+    Positions are not aligned where a mask says which of them a point has, or where their number
+    has changed from batch to batch.
+    """
+    found = passes.batch.named(shaping.mask)
+    lengths = queries.memory.get("positions", ())
+    if len(lengths) != len(binding.sites):
+        lengths = [None] * len(binding.sites)
+    grids, masks = [], []
+    for site, length in zip(binding.sites, lengths, strict=True):
+        module = passes.modules[binding.structure.calls[site.call].name]
+        g = grid(site, isinstance(module, nn.Conv1d | nn.ConvTranspose1d))
+        tokens = len(site.row_shape) == 2 and not g.channels_first
+        masked = tokens and found is not None and found.shape == (queries.size, g.positions)
+        if masked or length not in (None, g.positions):
+            g = replace(g, aligned=False)
+        grids.append(g)
+        whole = found if masked and found is not None else torch.ones(queries.size, g.positions)
+        masks.append((whole.cpu() != 0).unsqueeze(2).expand(-1, -1, g.channels).flatten(1))
+    # 0 for a site whose positions are not aligned: it stays so.
+    queries.memory["positions"] = [g.positions if g.aligned else 0 for g in grids]
+    return grids, None if all(g.aligned for g in grids) else torch.cat(masks, 1)
 
 
 def _stage(
-    group: ResolvedGroup, modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]
+    group: str, modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]
 ) -> LocalTarget:
     several = [name for name, found in calls.items() if len(found) > 1]
     if several:
         raise CoverageError(
-            f"group '{group.name}': {several} run more than once in a forward pass, so they have "
+            f"group '{group}': {several} run more than once in a forward pass, so they have "
             'no single place in a stage; use targets="block"'
         )
     order = sorted((found[0] for found in calls.values()), key=lambda call: call.start)
     for before, after in pairwise(order):
         if after.start < before.end:
-            raise CoverageError(f"stage '{group.name}': '{after.name}' runs inside '{before.name}'")
+            raise CoverageError(f"stage '{group}': '{after.name}' runs inside '{before.name}'")
     parameters = dict.fromkeys(p for m in modules.values() for p in _trainable(m))
-    return LocalTarget(group.name, order[0].number, order[-1].number, tuple(parameters))
+    return LocalTarget(group, order[0].number, order[-1].number, tuple(parameters))
 
 
 def _trainable(module: nn.Module) -> tuple[nn.Parameter, ...]:

@@ -1,4 +1,4 @@
-"""MeZO: memory-efficient zeroth-order fine-tuning, as a configuration of SPSA.
+"""MeZO: memory-efficient zeroth-order fine-tuning.
 
 Malladi et al., "Fine-tuning language models with just forward passes", 2023. One Gaussian draw on
 all parameters, shared by the batch; two queries; noise from a seed, made anew where it is needed.
@@ -10,22 +10,24 @@ can use it. Beyond that gradient, memory is that of inference plus the noise of 
 
 from __future__ import annotations
 
-from torch import nn
+from dataclasses import dataclass, field
 
-from flops.engine.groups import Group
 from flops.estimators.spsa import SPSA
+from flops.subspace.config import Shaping
 
 QUERIES = 2
 
 
-def mezo(model: nn.Module, sigma: float = 1e-3, queries: int = QUERIES) -> list[Group]:
-    """The groups of MeZO: the whole model in one, shared draws, two queries.
+@dataclass(frozen=True)
+class MeZO(SPSA):
+    """SPSA with draws that the batch shares; `Group(model, MeZO(), queries=2)` is the authors'.
+
+    More queries average several draws, which the paper behind this library calls n-SPSA.
 
     Args:
-        model: The model to train.
         sigma: Noise scale (the authors' epsilon).
-        queries: Queries per point; more than two average several draws (n-SPSA in the paper).
+        noise: "gaussian" or "rademacher".
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    estimator = SPSA(sigma=sigma, shared=True)
-    return [Group(parameters=parameters, estimator=estimator, queries=queries, name="mezo")]
+
+    shared: bool = field(default=True, init=False, repr=False)
+    shaping: Shaping | None = field(default=None, init=False, repr=False)

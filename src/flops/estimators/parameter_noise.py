@@ -10,25 +10,35 @@ Draws are independent per point (here; shaped ones in `shaped_parameters`), or s
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flops.engine.groups import ResolvedGroup
-from flops.engine.meetings import Work, completed
-from flops.engine.queries import Estimate, Queries
 from flops.errors import CoverageError
-from flops.estimators.shaped_parameters import check_size, estimate_shaped_parameters
-from flops.estimators.shared_parameters import estimate_shared
+from flops.estimators.base import (
+    Answer,
+    Estimate,
+    Estimation,
+    Estimator,
+    Perturbation,
+    PointPlan,
+    Queries,
+    Runner,
+    Sink,
+    warn_if_rounding,
+)
+from flops.estimators.shaped_parameters import ShapedParameters, check_size
+from flops.estimators.shared_parameters import SharedEstimation
 from flops.passes.intercept import Action, Forward
-from flops.passes.local_vjp import Gradients, add_gradients
 from flops.passes.replay import Passes
+from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
-from flops.perturb.noise_layout import Entry
-from flops.perturb.parameter_calls import Unit, Units, find_units
-from flops.perturb.random import Kind, NoiseStream, fill, words
+from flops.perturb.parameter_calls import Entry, Unit, Units, find_units
+from flops.perturb.random import Kind, NoiseStream, SharedKind, fill, words
+from flops.perturb.rows import Rows
 from flops.perturb.rowwise import (
     RowNoise,
     batch_first,
@@ -40,12 +50,10 @@ from flops.perturb.rowwise import (
 from flops.subspace.config import Shaping
 
 Baseline = Literal["clean", "antithetic", "none"]
-SharedKind = Literal["gaussian", "rademacher"]
-FEW = 8  # processes whose sums are kept apart
 
 
 @dataclass(frozen=True)
-class ParameterNoise:
+class ParameterNoise(Estimator):
     """Common options of ES and SPSA.
 
     Args:
@@ -54,7 +62,7 @@ class ParameterNoise:
             points' errors are then correlated, so counts must be equal.
         noise: Noise of shared draws, "gaussian" or "rademacher". Independent draws are signs,
             of rank one for matrices.
-        shaping: `Shaping()` asks where earlier queries found the gradient, for groups of few
+        shaping: `Shaping()` puts noise where earlier queries found the gradient, for groups of few
             parameters (prompts, adapters) with independent draws; None is isotropic.
     """
 
@@ -62,8 +70,6 @@ class ParameterNoise:
     shared: bool = False
     noise: SharedKind = "gaussian"
     shaping: Shaping | None = field(default=None, kw_only=True)
-
-    whole_model = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -77,8 +83,9 @@ class ParameterNoise:
             )
 
     @property
-    def _baseline(self) -> Baseline:
-        raise NotImplementedError
+    @abstractmethod
+    def used_baseline(self) -> Baseline:
+        """What a draw is compared with."""
 
     @property
     def _isotropic(self) -> Kind:
@@ -88,56 +95,46 @@ class ParameterNoise:
     @property
     def unit(self) -> int:
         """Queries per draw."""
-        return 2 if self._baseline == "antithetic" else 1
+        return 2 if self.used_baseline == "antithetic" else 1
 
     @property
     def reads_clean(self) -> bool:
         """Pairs of the whole batch need no clean loss."""
-        return not (self.shared and self._baseline == "antithetic")
+        return not (self.shared and self.used_baseline == "antithetic")
 
     @property
-    def minimum_queries(self) -> int:
-        """One draw per point."""
-        return self.unit
+    def kind(self) -> Kind:
+        """Noise of draws that are a point's own."""
+        return self._isotropic if self.shaping is not None else "rademacher"
 
-    def check(self, group: ResolvedGroup) -> None:
-        """Any group will do."""
-
-    def bind(self, group: ResolvedGroup, passes: Passes, reuse: bool) -> Units:
+    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Units:
         """Find the calls around which the parameters are perturbed."""
         rowwise = () if self.shared else tuple(thin_products())
-        units = find_units(group, passes, reuse, rowwise)
+        units = find_units(selection, passes, reuse, rowwise)
         if self.shaping is not None:
-            check_size(group.name, units)
+            check_size(selection.name, units)
         if not self.shared:
-            _check_rows(group.name, units, passes)
+            _check_rows(selection.name, units, passes)
         return units
 
-    def estimate(self, binding: Units, queries: Queries) -> Estimate:
-        """Run the queries and sum slope * noise."""
-        return completed(self.work(binding, queries))
-
-    def work(self, binding: Units, queries: Queries) -> Work[Estimate]:
-        """The estimate, with a stop before every exchange with other processes."""
+    def begin(self, binding: Units, queries: Queries, runner: Runner) -> Estimation:
+        """One group's part of a step."""
         if self.shaping is not None:
-            estimate = yield from estimate_shaped_parameters(self, self.shaping, binding, queries)
-        elif self.shared:
-            estimate = estimate_shared(self, binding, queries)
-        else:
-            estimate = yield from _pointwise(self, binding, queries)
-        if self._baseline != "none":
-            slopes, shaped = estimate.slopes, estimate.shaped
-            if shaped is not None:  # asked for little things on purpose: take isotropic ones' size
-                slopes = shaped.energy[estimate.points].sqrt()
-            loss = None if self.reads_clean else estimate.loss
-            queries.warn_if_rounding((slopes * self.sigma).to(queries.losses.dtype), loss)
-        return estimate
+            return ShapedParameters(self, self.shaping, binding, queries)
+        if self.shared:
+            return SharedEstimation(self, binding, queries)
+        return _Pointwise(self, binding, queries)
 
-    def _slopes(self, losses: Tensor, clean: Tensor) -> Tensor:
-        """W = (l - b) / sigma for each draw; pairs stand side by side."""
-        if self._baseline == "antithetic":
+    def derivatives(self, losses: Tensor, clean: Tensor) -> Tensor:
+        """Directional derivative w = (l - b) / sigma of each draw; pairs stand side by side."""
+        if self.used_baseline == "antithetic":
             return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
-        return (losses - (clean if self._baseline == "clean" else 0.0)) / self.sigma
+        return (losses - (clean if self.used_baseline == "clean" else 0.0)) / self.sigma
+
+    def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None:
+        """Warn if the loss differences behind these derivatives drown in rounding."""
+        if self.used_baseline != "none":
+            warn_if_rounding(queries, (derivatives * self.sigma).to(queries.losses.dtype), loss)
 
 
 def _layout(units: Units) -> tuple[list[Entry], int]:
@@ -152,83 +149,77 @@ def _layout(units: Units) -> tuple[list[Entry], int]:
     return entries, offset
 
 
-def _pointwise(options: ParameterNoise, units: Units, queries: Queries) -> Work[Estimate]:
-    entries, size = _layout(units)
-    dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
-    device = entries[0].parameter.device
-    gradients = {
-        e.parameter: torch.zeros(e.parameter.shape, dtype=dtype, device=e.parameter.device)
-        for e in entries
-    }
-    draws = (queries.counts // options.unit).tolist()
-    stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
-    slopes, once = [], slice(None, None, options.unit)
-    chunks = list(queries.chunks(options.unit))
-    noise = stream.parts([(rows.points[once], rows.draws[once]) for rows in chunks])
-    sizes = torch.full((queries.size,), float(units.size))
-    for rows, z in zip(chunks, noise, strict=True):
-        at, z = rows.points[once], z.to(device, dtype)  # (draws, size)
-        seen: dict[str, Tensor] = {}
-        scale = (options.sigma * rows.signs).to(z).unsqueeze(1)  # (R, 1)
-        noisy = z.repeat_interleave(options.unit, 0) if options.unit > 1 else z
-        around = _perturb_rows(units.structure, entries, noisy, seen, scale)
-        losses = queries.run(units.prefix, rows.points, around=around).cpu()
-        w = options._slopes(losses, queries.losses[rows.points].cpu()).to(dtype)
-        weighted = (rows.weights[once].to(dtype) * w / queries.size).to(device)
-        sizes[at] = float(units.size)
-        for entry in entries:
-            used = seen.get(entry.unit.name)
+class _Pointwise(Estimation):
+    """The sum of w z is formed as the answers come: noise of rank one is never spread out."""
+
+    partial = True
+
+    def __init__(self, options: ParameterNoise, units: Units, queries: Queries) -> None:
+        self._options, self._units, self._queries = options, units, queries
+        self._entries, size = _layout(units)
+        self.dtype = torch.promote_types(torch.float32, self._entries[0].parameter.dtype)
+        self._device = self._entries[0].parameter.device
+        self._gradients = {
+            e.parameter: torch.zeros(e.parameter.shape, dtype=self.dtype, device=e.parameter.device)
+            for e in self._entries
+        }
+        draws = (queries.counts // options.unit).tolist()
+        self._stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
+        self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
+        self._sizes = torch.full((queries.size,), float(units.size))
+        self._z, self._seen = torch.empty(0), dict[str, Tensor]()
+        self._derivatives, self._points = torch.empty(0), torch.empty(0)
+
+    def plan(self) -> PointPlan | None:
+        """One round."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """Signs on the parameters of every row, by thin products."""
+        once, unit = slice(None, None, self._options.unit), self._options.unit
+        z = self._stream.buffered(rows.points[once], rows.draws[once])
+        self._z, self._seen = z.to(self._device, self.dtype), {}  # (draws, size)
+        scale = (self._options.sigma * rows.signs).to(self._z).unsqueeze(1)  # (R, 1)
+        noisy = self._z.repeat_interleave(unit, 0) if unit > 1 else self._z
+        structure = self._units.structure
+        around = _perturb_rows(structure, self._entries, noisy, self._seen, scale)
+        return Perturbation(self._units.prefix, around=around)
+
+    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+        """Add w z to the gradients."""
+        once = slice(None, None, self._options.unit)
+        at, clean = rows.points[once], self._queries.losses[rows.points].cpu()
+        w = self._options.derivatives(answer.losses.cpu(), clean).to(self.dtype)
+        weighted = rows.weights[once].to(self.dtype) * w / self._queries.size
+        self._sizes[at] = float(self._units.size)
+        for entry in self._entries:
+            used = self._seen.get(entry.unit.name)
             if used is not None:  # the rest of the table is not part of the estimate
                 used = used[once]
                 read = entry.rest * used.sum(1, dtype=torch.float32).cpu()
-                sizes[at] += read - entry.unit.size(entry.path)
-            _add(gradients[entry.parameter], entry, z, weighted, used)
-        slopes.append(w)
-    yield
-    w, at = queries.everyone(slopes, options.unit, dtype)
-    if not queries.team.alone:
-        if any(type(unit.module) is nn.Embedding for unit in units.units):
-            # Which tokens a row reads is known to the process that ran it.
-            gradients = queries.team.add_gradients(gradients, list(gradients))
-            sizes = -queries.team.largest(-sizes)
-        else:
-            gradients = _with_others(options, entries, queries, gradients, w)
-    return Estimate(gradients, w, at, sizes)
+                self._sizes[at] += read - entry.unit.size(entry.path)
+            total = self._gradients[entry.parameter]
+            _add(total, entry, self._z, weighted.to(self._device), used)
+        return w
 
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """Keep the derivatives for the variance."""
+        self._derivatives, self._points, self._z = values, points, torch.empty(0)
+        self._sizes = -runner.max(-self._sizes)  # who ran a row knows which tokens it reads
+        self._options.warn(self._queries, values)
 
-def _with_others(
-    options: ParameterNoise,
-    entries: list[Entry],
-    queries: Queries,
-    mine: Gradients,
-    slopes: Tensor,
-) -> Gradients:
-    """The sum over all processes, from slopes alone: the noise of the others is made again.
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """Parameter by parameter."""
+        while self._gradients:
+            parameter = next(iter(self._gradients))
+            gradient = self._gradients.pop(parameter)
+            sink.add(parameter, gradient if scale == 1 else gradient.mul_(scale))
+            sink.complete([parameter])
 
-    Process by process, so that all of them sum in the same order; many of them make all of it
-    again, for a sum over processes would take longer than the noise.
-    """
-    total = {p: torch.zeros_like(g) for p, g in mine.items()}
-    size = entries[-1].offset + entries[-1].out + entries[-1].rest
-    draws = (queries.counts // options.unit).tolist()
-    stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
-    team, once = queries.team, slice(None, None, options.unit)
-    for rank in range(team.size):
-        if rank == team.rank and team.size <= FEW:
-            add_gradients(total, mine)
-            continue
-        part = {p: torch.zeros_like(g) for p, g in mine.items()} if team.size <= FEW else total
-        place, _ = team.span(len(slopes), rank=rank)
-        for rows in queries.chunks(options.unit, rank):  # as that process cuts them
-            z = stream.rows(rows.points[once], rows.draws[once]).to(slopes.dtype)
-            w = slopes[place : place + len(z)]
-            weighted, place = rows.weights[once].to(w) * w / queries.size, place + len(z)
-            for entry in entries:
-                home = entry.parameter.device
-                _add(part[entry.parameter], entry, z.to(home), weighted.to(home), None)
-        if part is not total:
-            add_gradients(total, part)
-    return total
+    def finish(self) -> Estimate:
+        """Derivatives, and the number of perturbed values behind each point's."""
+        return Estimate(self._derivatives, self._points, self._sizes)
 
 
 def _perturb_rows(

@@ -1,7 +1,7 @@
-"""ES and SPSA with shaped noise: the small vectors of a group as the space that is asked.
+"""ES and SPSA with shaped noise: noise where the gradient of small parameters lives.
 
 Noise goes on the group's parameters (a prompt, an adapter) laid side by side in one row, which
-each point has for itself; the directions that are asked are dense, so every row runs with
+each point has for itself; the directions that are measured are dense, so every row runs with
 parameters of its own. The noise is then the parameters' own, and no local product is needed:
 
     gradient = (1/B) sum_j delta_j, cut back into parameters
@@ -15,27 +15,31 @@ A row must be small: what is kept, for each point, is a whole gradient.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from flops.engine.meetings import Work, at_once
-from flops.engine.queries import Estimate, Queries
-from flops.engine.rows import Rows
 from flops.errors import CoverageError
+from flops.estimators.base import (
+    Answer,
+    Estimate,
+    Estimation,
+    Perturbation,
+    PointPlan,
+    Queries,
+    Runner,
+    Sink,
+)
 from flops.passes.intercept import Action, Forward
-from flops.passes.local_vjp import Gradients
-from flops.perturb.noise_layout import Entry
-from flops.perturb.parameter_calls import Unit, Units
+from flops.perturb.parameter_calls import Entry, Unit, Units
+from flops.perturb.random import Kind
+from flops.perturb.rows import Rows
 from flops.perturb.rowwise import batch_first, generic, used_tokens
 from flops.subspace.config import Shaping
 from flops.subspace.measurements import Space
 from flops.subspace.moments import Grid
-from flops.subspace.step import shaped_queries
-
-if TYPE_CHECKING:
-    from flops.estimators.parameter_noise import ParameterNoise
+from flops.subspace.step import ShapedStep
 
 LARGEST = 65_536  # noise values of a row
 FLAT = 512  # up to which several parameters are one grid; its moment costs the cube of that
@@ -52,38 +56,98 @@ def check_size(group: str, units: Units) -> None:
         )
 
 
-def estimate_shaped_parameters(
-    options: ParameterNoise, shaping: Shaping, units: Units, queries: Queries
-) -> Work[Estimate]:
+class ShapedNoise(Protocol):
+    """What shaped draws need to know of their estimator."""
+
+    @property
+    def sigma(self) -> float: ...  # noqa: D102
+
+    @property
+    def unit(self) -> int: ...  # noqa: D102
+
+    @property
+    def kind(self) -> Kind: ...  # noqa: D102
+
+    def derivatives(self, losses: Tensor, clean: Tensor) -> Tensor: ...  # noqa: D102
+
+    def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None: ...  # noqa: D102
+
+
+class ShapedParameters(Estimation):
     """Shaped queries, then the mean of what they found over the points."""
-    entries = _side_by_side(units)
-    dtype = torch.promote_types(torch.float32, entries[0].parameter.dtype)
-    felt = _Felt(entries, queries.size)
 
-    def ask(rows: Rows, z: Tensor) -> Work[Tensor]:
-        signed = z if options.unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
-        noise = options.sigma * felt.without_padding(signed)
-        around = _perturb(units, entries, noise, rows.points, felt)
-        losses = queries.run(units.prefix, rows.points, around=around).cpu()
-        slopes = options._slopes(losses, queries.losses[rows.points].cpu())
-        return at_once(slopes.to(dtype))
+    def __init__(
+        self, options: ShapedNoise, shaping: Shaping, units: Units, queries: Queries
+    ) -> None:
+        self._options, self._units, self._queries = options, units, queries
+        self._entries = _side_by_side(units)
+        self.dtype = torch.promote_types(torch.float32, self._entries[0].parameter.dtype)
+        self._felt = _Felt(self._entries, queries.size)
+        grids = _grids(self._entries)
+        names = (
+            [f"{e.unit.name}.{e.path}".lstrip(".") for e in self._entries]
+            if len(grids) > 1
+            else [queries.name]
+        )
+        space = Space(
+            grids,
+            options.unit,
+            options.kind,
+            self.dtype,
+            options.sigma,
+            names,
+            queries.key,
+            queries.ids,
+        )
+        self._step = ShapedStep(
+            space, shaping, queries.memory, queries.counts, queries.losses, queries.decide
+        )
+        self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
+        self._derivatives, self._points = torch.empty(0), torch.empty(0)
 
-    grids = _grids(entries)
-    names = (
-        [f"{e.unit.name}.{e.path}".lstrip(".") for e in entries]
-        if len(grids) > 1
-        else [queries.name]
-    )
-    space = Space(grids, options.unit, options._isotropic, dtype, ask, options.sigma, names)
-    found = yield from shaped_queries(space, shaping, queries)
-    felt.mask = queries.team.largest(felt.mask)  # who ran a row knows which tokens it reads
-    mean = (found.delta * felt.mask).mean(0, keepdim=True)  # (1, dimensions)
-    gradients: Gradients = {}
-    for entry in entries:  # a tied parameter has one for each of its places
-        part = entry.cut(mean).reshape(entry.parameter.shape)
-        before = gradients.get(entry.parameter)
-        gradients[entry.parameter] = part.clone() if before is None else before + part
-    return Estimate(gradients, found.slopes, found.points, felt.mask.sum(1), shaped=found.shaped)
+    def plan(self) -> PointPlan | None:
+        """One round."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """Every row runs with parameters of its own."""
+        once, unit = slice(None, None, self._options.unit), self._options.unit
+        z = self._step.rows(rows.points[once], rows.draws[once])
+        signed = z if unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
+        noise = self._options.sigma * self._felt.without_padding(signed)
+        around = _perturb(self._units, self._entries, noise, rows.points, self._felt)
+        return Perturbation(self._units.prefix, around=around)
+
+    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+        """Derivatives along unit vectors."""
+        once = slice(None, None, self._options.unit)
+        clean = self._queries.losses[rows.points].cpu()
+        w = self._options.derivatives(answer.losses.cpu(), clean).to(self.dtype)
+        return self._step.scaled(rows.points[once], rows.draws[once], w)
+
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """Estimate every point's gradient, and learn."""
+        self._step.collect(values, points)
+        self._derivatives, self._points = values, points
+        self._felt.mask = runner.max(self._felt.mask)  # who ran a row knows which tokens it reads
+        # Measured where it may well be 0: take the size of isotropic ones.
+        self._options.warn(self._queries, self._step.shaped.energy[points].sqrt())
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """The mean over the points, cut into parameters."""
+        mean = (self._step.delta * self._felt.mask).mean(0, keepdim=True)  # (1, dimensions)
+        last = {entry.parameter: entry for entry in self._entries}  # a tied one has several places
+        for entry in self._entries:
+            part = entry.cut(mean).reshape(entry.parameter.shape)
+            sink.add(entry.parameter, part * scale)
+            if last[entry.parameter] is entry:
+                sink.complete([entry.parameter])
+
+    def finish(self) -> Estimate:
+        """Derivatives, energies and errors."""
+        sizes = self._felt.mask.sum(1)
+        return Estimate(self._derivatives, self._points, sizes, shaped=self._step.shaped)
 
 
 def _side_by_side(units: Units) -> list[Entry]:
@@ -95,9 +159,9 @@ def _side_by_side(units: Units) -> list[Entry]:
     return entries
 
 
-def _grids(entries: list[Entry]) -> list[Grid]:
+def _grids(entries: list[Entry], flat: int = FLAT) -> list[Grid]:
     size = entries[-1].offset + entries[-1].out
-    if len(entries) > 1 and size <= FLAT:
+    if len(entries) > 1 and size <= flat:
         return [Grid(0, 1, size)]
     return [Grid(e.offset, n, e.out // n) for e in entries for n in [_positions(e.parameter.shape)]]
 

@@ -23,12 +23,13 @@ class SPSA(ParameterNoise):
         sigma: Noise scale.
         shared: One draw for the whole batch instead of one for each point.
         noise: Noise of shared draws.
-        shaping: `Shaping()` asks where earlier queries found the gradient; None is isotropic.
+        shaping: `Shaping()` puts noise where earlier queries found the gradient; None is isotropic.
             The isotropic ones among shaped draws are signs.
     """
 
     @property
-    def _baseline(self) -> Baseline:
+    def used_baseline(self) -> Baseline:
+        """Pairs."""
         return "antithetic"
 
     @property

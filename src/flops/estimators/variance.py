@@ -4,9 +4,9 @@ One draw of point j has the covariance trace
 
     Tr_j = mean_i w_ij^2 * F_j   (plus a small term),
 
-with the slopes w and a factor F_j: |D_theta phi(x_j)|_F^2 for likelihood ratio, the number of
-perturbed parameters for ES and SPSA. The batch gradient's variance is then
-V = (1/B^2) sum_j Tr_j / n_j for n_j draws.
+with the directional derivatives w and a factor F_j: |D_theta phi(x_j)|_F^2 for likelihood ratio,
+the number of perturbed parameters for ES and SPSA. The batch gradient's variance is then V =
+(1/B^2) sum_j Tr_j / n_j for n_j draws.
 
 F_j has a closed form for common leaves (for a Linear's weight d_out * sum_t |x_t|^2; the bias adds
 d_out per token). For a block or stage it is one number for all points, from a random local
@@ -16,7 +16,6 @@ product; it varies little over the points and slowly over the steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flops.allocators.base import Traces
-from flops.engine.queries import Estimate, Queries
-from flops.passes.local_vjp import Gradients, LocalTarget
+from flops.estimators.base import Estimate, Queries, Runner
+from flops.passes.local_vjp import Gradients, LocalTarget, add_gradients
 from flops.perturb.activations import Sites
 from flops.perturb.random import NoiseStream
 
@@ -33,13 +32,27 @@ ENERGY_STEPS = 8
 CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
+class Collected:
+    """A sink that only sums."""
+
+    def __init__(self) -> None:
+        self.gradients: Gradients = {}
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to a parameter's gradient."""
+        add_gradients(self.gradients, {parameter: gradient})
+
+    def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
+        """Nobody waits for them."""
+
+
 class LeafEnergies:
     """Collects F_j = sum over targets of |D_theta phi(x_j)|_F^2 while the local products run."""
 
-    def __init__(self, sites: Sites, queries: Queries) -> None:
-        modules, calls = queries.passes.modules, queries.passes.structure.calls
+    def __init__(self, sites: Sites, size: int, runner: Runner) -> None:
+        modules, calls = runner.passes.modules, sites.structure.calls
         self._modules = {t.last: modules[calls[t.last].name] for t in sites.local}
-        self.total = torch.zeros(queries.size, dtype=torch.float64)
+        self.total = torch.zeros(size, dtype=torch.float64)
         self.closed = all(
             t.first == t.last
             and type(self._modules[t.last]) in CLOSED_FORMS
@@ -72,7 +85,7 @@ def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
         outputs, squares = normal[0].numel(), normal.square().flatten(1).sum(1)
     elif isinstance(module, nn.Embedding):
         used = squares != (-1 if module.padding_idx is None else module.padding_idx)
-        outputs, squares = 0, used.flatten(1).sum(1).float() * module.embedding_dim
+        outputs, squares = 0, used.view(rows, -1).sum(1).float() * module.embedding_dim
     else:
         assert isinstance(module, nn.Conv1d | nn.Conv2d)
         ones = torch.ones(module.groups, *weight.shape[1:], dtype=x.dtype, device=x.device)
@@ -90,7 +103,7 @@ def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
     return total + outputs if bias is not None and bias.requires_grad else total
 
 
-def jacobian_energy(sites: Sites, queries: Queries) -> float:
+def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
     """Mean over points of |D_theta phi|_F^2, by random local products.
 
     For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. One product is noisy, so
@@ -102,9 +115,11 @@ def jacobian_energy(sites: Sites, queries: Queries) -> float:
         stream = NoiseStream("rademacher", (*queries.key, -1), queries.ids, ones, sites.size)
         points = torch.arange(queries.size)
         signs = stream.rows(points, torch.zeros_like(points))
-        own = queries.team.span(queries.size)
-        found = queries.products(sites.local_prefix, sites.local, sites.split(signs), own)
-        gradients = queries.gathered(found, sites.local)
+        own = runner.share(queries.size)
+        found = Collected()
+        runner.products(sites.local_prefix, sites.local, sites.split(signs), found, own)
+        parameters = list(dict.fromkeys(p for t in sites.local for p in t.parameters))
+        gradients = runner.sum_gradients(found.gradients, parameters)
         total, count = total + energy(gradients) / queries.size, count + 1
         queries.memory["jacobian_energy"] = (total, count)
     return float(total / count)
@@ -118,9 +133,9 @@ def mean_by_point(values: Tensor, points: Tensor, size: int) -> tuple[Tensor, Te
 
 
 def traces_of(estimate: Estimate, size: int) -> Traces:
-    """Tr_j of every point from the slopes of its own draws."""
+    """Tr_j of every point from the derivatives of its own draws."""
     assert estimate.points is not None
-    squares, draws = mean_by_point(estimate.slopes.double().square(), estimate.points, size)
+    squares, draws = mean_by_point(estimate.derivatives.double().square(), estimate.points, size)
     if estimate.shaped is not None:  # known directions would count too much or too little
         squares = estimate.shaped.energy.double()
     return Traces(squares, draws, torch.as_tensor(estimate.factors).double().expand(size))
@@ -128,10 +143,10 @@ def traces_of(estimate: Estimate, size: int) -> Traces:
 
 def variance(estimate: Estimate, size: int) -> float:
     """V, the trace of the batch gradient's covariance; its squared error under shaped noise."""
-    if len(estimate.slopes) == 0:
+    if len(estimate.derivatives) == 0:
         return 0.0
-    if estimate.points is None:  # shared draws: one slope for the whole batch
-        squares = estimate.slopes.double().square()
+    if estimate.points is None:  # shared draws: one derivative for the whole batch
+        squares = estimate.derivatives.double().square()
         return float(squares.mean()) * float(estimate.factors) / len(squares)
     if estimate.shaped is not None:
         errors = estimate.shaped.error.double() / estimate.shaped.dimensions
@@ -149,41 +164,3 @@ def variance(estimate: Estimate, size: int) -> float:
 def energy(gradients: Gradients) -> float:
     """|g|^2 over all parameters."""
     return sum(float(g.double().square().sum()) for g in gradients.values())
-
-
-def gradient_traces(
-    estimator: Any,
-    binding: Any,
-    queries: Queries,
-    draws: int,
-    parameters: Sequence[nn.Parameter] | None = None,
-) -> Tensor:
-    """Tr_j from the gradients of single draws, the paper's way; to check the scalars by.
-
-    Every draw of every point is turned into a gradient of its own, so this costs a local product
-    per draw. The trace is their summed sample variance.
-
-    Args:
-        estimator: The group's estimator, with independent draws.
-        binding: What it worked out for the structure.
-        queries: The group's queries.
-        draws: Draws per point, at least 2.
-        parameters: Those to measure on (the paper subsamples); all by default.
-
-    Returns:
-        Traces, shape (B,).
-    """
-    found = torch.zeros(queries.size, dtype=torch.float64)
-    for point in range(queries.size):
-        counts = torch.zeros(queries.size, dtype=torch.long)
-        counts[point] = estimator.unit
-        samples = []
-        for draw in range(draws):
-            one = replace(queries, counts=counts, key=(*queries.key, draw))
-            gradients = estimator.estimate(binding, one).gradients
-            wanted = gradients if parameters is None else parameters
-            # The estimate is of the batch mean: its one point has the weight 1/B.
-            flat = [queries.size * gradients[p].double().flatten() for p in wanted]
-            samples.append(torch.cat(flat))
-        found[point] = torch.stack(samples).var(0).sum()
-    return found

@@ -1,7 +1,7 @@
 """Several methods on one task, at equal cost and at equal epochs.
 
 One run of a method gives both: it goes on until the epochs are done *and* the budget of forward
-equivalents is used up, and is measured at both marks. The budget is what the dearest forward
+equivalents is used up, and is measured at both marks. The budget is what the most expensive forward
 method takes for the epochs, so that every method has done them by then. Learning rate and sigma of
 each method come from the same small sweep on the validation split, with a seed of its own; the test
 split is looked at in the reported runs only.
@@ -11,68 +11,125 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 
 from flops.errors import FlopsError
 from flops.experiments.cells import Cell, Result, run_cells
-from flops.experiments.plans import Plan, measure
-from flops.experiments.sweep import Chosen, sweep
+from flops.experiments.compare_runs import MethodComparison, measure
+from flops.experiments.compare_sweep import Chosen, sweep
+from flops.experiments.compare_tables import differences, plot, sentence, sweep_table, table
+from flops.report.table import Sheet
+from flops.storage.disk import MEASURED, writing
+from flops.storage.files import atomic_write
 from flops.training.methods import MethodName
 from flops.training.trainer import Trainer
 
 
-def compare(plan: Plan) -> tuple[Plan, dict[MethodName, Chosen], dict[MethodName, list[Result]]]:
+def main(study: MethodComparison) -> None:
+    """Compare, print the tables, and write them with the results and a plot.
+
+    Raises:
+        FlopsError: If there is nothing to compare, a run failed, or results cannot be written.
+    """
+    folder, console, targets = study.folder, study.console, study.base.targets
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # not after hours
+        raise FlopsError(f"cannot write to {folder}: {error.strerror}") from error
+    study, chosen, results = compare(study)
+    spread = f"mean ± standard deviation over {study.seeds} seeds" if study.seeds > 1 else "1 seed"
+    cost = (
+        "queries: rows under noise; forwards: forward equivalents, 3 per point for "
+        "backpropagation; MB: peak of the process, libraries included."
+    )
+    titles = {
+        "at_budget": f"(a) Equal cost: {study.budget:,.0f} forward equivalents, {spread}",
+        "at_epochs": f"(b) Equal epochs: {study.epochs}, {spread}",
+    }
+    sheets: list[Sheet | None] = [
+        *(table(results, mark, title, cost, targets) for mark, title in titles.items()),
+        differences(results),
+        sweep_table(chosen),
+    ]
+    seen = sentence(results, study.epochs)
+    written = [sheet.markdown() for sheet in sheets if sheet is not None]
+    kept = {
+        "epochs": study.epochs,
+        "budget": study.budget,
+        "chosen": {m: dataclasses.asdict(c) for m, c in chosen.items()},
+        "results": results,
+    }
+    with writing(folder, MEASURED):
+        atomic_write(folder / "tables.md", "\n".join([*written, seen + "\n"]))
+        atomic_write(folder / "results.json", json.dumps(kept, indent=1) + "\n")
+    for sheet in sheets:
+        if sheet is not None:
+            console.print(sheet.table())
+    console.print(seen)
+    try:
+        with writing(folder, MEASURED):
+            plot(folder / "accuracy.png", results)
+        console.print(f"the plot is {folder / 'accuracy.png'}", markup=False, soft_wrap=True)
+    except ImportError as error:
+        console.print(f"no plot was drawn: {error}", markup=False)
+    console.print(f"results are in {folder}", markup=False, soft_wrap=True)
+
+
+def compare(
+    study: MethodComparison,
+) -> tuple[MethodComparison, dict[MethodName, Chosen], dict[MethodName, list[Result]]]:
     """Sweep, then run every method with every seed; what is done already is read again.
 
     Returns:
-        The plan with its budget, the chosen settings and the results of the seeds, by method.
+        The study with its budget, the chosen settings and the results of the seeds, by method.
 
     Raises:
         FlopsError: If there is nothing to compare, or a run failed.
     """
-    if not plan.methods or len(set(plan.methods)) != len(plan.methods):
-        raise FlopsError(f"give different methods to compare, not {list(plan.methods)}")
-    for rate, sigma in itertools.product(plan.learning_rates, plan.sigmas):
-        plan.run("lr", rate, sigma).config()  # refuses what is not allowed, before anything is run
-    if plan.budget is None:
-        forward = [m for m in plan.methods if m != "bp"] or plan.methods
-        budget = float(round(max(cost_of_epochs(plan, method) for method in forward)))
-        plan = dataclasses.replace(plan, budget=budget)
-    chosen = {method: sweep(plan, method) for method in plan.methods}
-    cells = {method: _cells(plan, method, c) for method, c in chosen.items()}
+    if not study.methods or len(set(study.methods)) != len(study.methods):
+        raise FlopsError(f"give different methods to compare, not {list(study.methods)}")
+    for rate, sigma in itertools.product(study.learning_rates, study.sigmas):
+        study.run("lr", rate, sigma).config()  # refuses what is not allowed, before anything is run
+    if study.budget is None:
+        forward = [m for m in study.methods if m != "bp"] or study.methods
+        budget = float(round(max(cost_of_epochs(study, method) for method in forward)))
+        study = dataclasses.replace(study, budget=budget)
+    chosen = {method: sweep(study, method) for method in study.methods}
+    cells = {method: _cells(study, method, c) for method, c in chosen.items()}
     by_seed = zip(*cells.values(), strict=True)
     every = [c for methods in by_seed for pair in methods for c in dict.fromkeys(pair)]
-    run_cells(every, plan.folder, plan.workers, plan.console, "runs", fresh=True)
-    results = {method: [_both(plan, *pair) for pair in mine] for method, mine in cells.items()}
-    return plan, chosen, results
+    run_cells(every, study.folder, study.workers, study.console, "runs", fresh=True)
+    results = {method: [_both(study, *pair) for pair in mine] for method, mine in cells.items()}
+    return study, chosen, results
 
 
-def _cells(plan: Plan, method: MethodName, chosen: Chosen) -> list[tuple[Cell, Cell]]:
+def _cells(study: MethodComparison, method: MethodName, chosen: Chosen) -> list[tuple[Cell, Cell]]:
     """For every seed the run for equal cost and the one for equal epochs; often they are one."""
     found = []
-    for seed in range(plan.seeds):
-        cost = plan.run(method, chosen.learning_rate, chosen.sigma, seed=seed, test=True)
-        epochs = plan.run(method, chosen.epochs_rate, chosen.epochs_sigma, seed=seed, test=True)
+    for seed in range(study.seeds):
+        cost = study.run(method, chosen.learning_rate, chosen.sigma, seed=seed, test=True)
+        epochs = study.run(method, chosen.epochs_rate, chosen.epochs_sigma, seed=seed, test=True)
         if epochs != cost:
             epochs = dataclasses.replace(epochs, budget=None)  # ends with the epochs
         found.append((Cell("runs", measure, cost), Cell("runs", measure, epochs)))
     return found
 
 
-def _both(plan: Plan, cost: Cell, epochs: Cell) -> Result:
+def _both(study: MethodComparison, cost: Cell, epochs: Cell) -> Result:
     """One result: each table has the run that was tuned for it."""
-    found, other = cost.load(plan.folder), epochs.load(plan.folder)
+    found, other = cost.load(study.folder), epochs.load(study.folder)
     assert found is not None
     assert other is not None
     return {**found, "at_epochs": other["at_epochs"]}
 
 
-def cost_of_epochs(plan: Plan, method: MethodName) -> float:
+def cost_of_epochs(study: MethodComparison, method: MethodName) -> float:
     """Forward equivalents of the epochs, by taking two steps: a first one may cost more."""
     still = 1e-9  # a learning rate with which nothing diverges
-    trainer = Trainer(plan.run(method, still, plan.sigmas[-1]).config())
+    trainer = Trainer(study.run(method, still, study.sigmas[-1]).config())
     trainer.step()
     before = trainer.progress.spent  # with looking at the structure, pruning
-    points = trainer.points * plan.epochs - plan.base.batch
+    points = trainer.points * study.epochs - study.base.batch
     trainer.step()
     assert trainer.progress.per_point is not None
     return 1.01 * (before + trainer.progress.per_point * max(0, points))

@@ -42,23 +42,23 @@ from flops.experiments.gradients_tables import (
     stage_names,
 )
 from flops.experiments.gradients_thirds import Thirds, measure_thirds
-from flops.experiments.matrices import layer_numbers, matrix_of
-from flops.experiments.starts import Start, load_start
+from flops.experiments.warm_starts import WarmStart, load_warm_start
+from flops.experiments.weight_matrices import layer_numbers, matrix_of
 from flops.report.grid import plot_bars, plot_grid
 from flops.report.intervals import interval
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write, replacing
-from flops.tasks.classification.models import parts as parts_of
+from flops.tasks.models.vit import parts as parts_of
 
 Part = Literal["matrices", "kernel", "targets", "baselines"]
 PARTS: tuple[Part, ...] = get_args(Part)
-Settings = TypeVar("Settings", bound=Start)
+Settings = TypeVar("Settings", bound=WarmStart)
 COSINE = "cosine"
 
 
 @dataclass(frozen=True)
-class Plan:
+class GradientStudy:
     """What is measured, and where it goes.
 
     Attributes:
@@ -120,7 +120,7 @@ class Plan:
                 "sigma and learning rate must be greater than 0 and finite, not "
                 f"{panel.sigma} and {panel.learning_rate}"
             )
-        model, data = load_start(self.folder, replace(panel.start, steps=min(self.stages)))
+        model, data = load_warm_start(self.folder, replace(panel.start, steps=min(self.stages)))
         if len(data.train) < panel.batch:
             raise FlopsError(f"batch: there are {len(data.train)} points, not {panel.batch}")
         numbers = layer_numbers(self.layers, len(parts_of(model).layers))
@@ -138,24 +138,24 @@ class Plan:
         return list(zip(every, found, strict=True))
 
 
-def panels(plan: Plan, layers: Sequence[int]) -> list[Panel]:
+def panels(study: GradientStudy, layers: Sequence[int]) -> list[Panel]:
     """All panels; those of early layers, which cost most, first within a stage."""
     return [
-        replace(plan.panel, steps=steps, estimator=estimator, matrix=matrix, layer=layer)
-        for steps in plan.stages
-        for estimator in plan.estimators
-        for matrix in plan.matrices
+        replace(study.panel, steps=steps, estimator=estimator, matrix=matrix, layer=layer)
+        for steps in study.stages
+        for estimator in study.estimators
+        for matrix in study.matrices
         for layer in layers
     ]
 
 
-def _matrices(plan: Plan, layers: Sequence[int]) -> tuple[list[Sheet], list[Sheet]]:
-    found = plan.run("matrices", measure_panel, panels(plan, layers))
-    write_csv(plan.folder / "matrices.csv", records(found))
-    for steps, name in stage_names(plan.stages).items():
+def _matrices(study: GradientStudy, layers: Sequence[int]) -> tuple[list[Sheet], list[Sheet]]:
+    found = study.run("matrices", measure_panel, panels(study, layers))
+    write_csv(study.folder / "matrices.csv", records(found))
+    for steps, name in stage_names(study.stages).items():
         here = select(found, steps=steps)
-        path = plan.folder / f"matrices-{steps}-steps.png"
-        _draw(plan, partial(_figure, path, here, name))
+        path = study.folder / f"matrices-{steps}-steps.png"
+        _draw(study, partial(_figure, path, here, name))
     return panel_sheets(found)
 
 
@@ -177,33 +177,33 @@ def _figure(path: Path, found: Found, stage: str) -> None:
     plot_grid(path, grid, panel.budgets, title, ("mean queries per point", "cosine"))
 
 
-def _ablation(name: str, plan: Plan) -> tuple[list[Sheet], list[Sheet]]:
+def _ablation(name: str, study: GradientStudy) -> tuple[list[Sheet], list[Sheet]]:
     ablation = ABLATIONS[name]
     known = {f.name for f in fields(Thirds)}
-    shared = {k: v for k, v in vars(plan.panel).items() if k in known}
+    shared = {k: v for k, v in vars(study.panel).items() if k in known}
     every = [
         Thirds(**{**shared, "steps": steps, **options})
-        for steps in plan.stages
-        for options in ablation.options(plan.panel.warm, plan.learn)
+        for steps in study.stages
+        for options in ablation.options(study.panel.warm, study.learn)
     ]
-    found = plan.run(name, measure_thirds, every)
-    write_csv(plan.folder / f"{name}.csv", ablation_records(found))
+    found = study.run(name, measure_thirds, every)
+    write_csv(study.folder / f"{name}.csv", ablation_records(found))
     bars = ablation_bars(ablation, found)
     if bars is not None:
         title = (
             f"{ablation.title}\nmean over the thirds, 95 % interval of {every[0].repeats} batches"
         )
         label = "cosine to the exact gradient"
-        _draw(plan, partial(plot_bars, plan.folder / f"{name}.png", bars, title, label))
+        _draw(study, partial(plot_bars, study.folder / f"{name}.png", bars, title, label))
     return [ablation_sheet(ablation, found)], []
 
 
-def _draw(plan: Plan, draw: Callable[[], None]) -> None:
+def _draw(study: GradientStudy, draw: Callable[[], None]) -> None:
     try:
-        with writing(plan.folder, MEASURED):
+        with writing(study.folder, MEASURED):
             draw()
     except ImportError as error:
-        plan.console.print(f"no figure was drawn: {error}", markup=False)
+        study.console.print(f"no figure was drawn: {error}", markup=False)
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -218,7 +218,7 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(lines)
 
 
-def main(parts: Sequence[Part], plan: Plan) -> None:
+def main(parts: Sequence[Part], study: GradientStudy) -> None:
     """Measure the parts; tables go to the console and, by part, to Markdown, JSON and CSV.
 
     Raises:
@@ -227,19 +227,19 @@ def main(parts: Sequence[Part], plan: Plan) -> None:
     if not parts:
         raise FlopsError(f"parts: give at least one of {', '.join(PARTS)}")
     try:
-        plan.folder.mkdir(parents=True, exist_ok=True)
+        study.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FlopsError(f"cannot write to {plan.folder}: {error.strerror}") from error
-    layers = plan.check()
-    for steps in plan.stages:  # here, and not in every worker
-        load_start(plan.folder, replace(plan.panel.start, steps=steps))
+        raise FlopsError(f"cannot write to {study.folder}: {error.strerror}") from error
+    layers = study.check()
+    for steps in study.stages:  # here, and not in every worker
+        load_warm_start(study.folder, replace(study.panel.start, steps=steps))
     for part in dict.fromkeys(parts):
-        sheets, long = _matrices(plan, layers) if part == "matrices" else _ablation(part, plan)
+        sheets, long = _matrices(study, layers) if part == "matrices" else _ablation(part, study)
         kept = [{"title": s.title, "header": s.header, "rows": s.rows} for s in [*sheets, *long]]
         text = "\n".join(sheet.markdown() for sheet in [*sheets, *long])
-        with writing(plan.folder, MEASURED):
-            atomic_write(plan.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
-            atomic_write(plan.folder / f"{part}.md", text)
+        with writing(study.folder, MEASURED):
+            atomic_write(study.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
+            atomic_write(study.folder / f"{part}.md", text)
         for sheet in sheets:
-            plan.console.print(sheet.table())
-    plan.console.print(f"written to {plan.folder}", markup=False, soft_wrap=True)
+            study.console.print(sheet.table())
+    study.console.print(f"written to {study.folder}", markup=False, soft_wrap=True)

@@ -20,20 +20,20 @@ from torch import nn
 
 from flops.allocators import Allocator, Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Learner
-from flops.diagnostics.exact import cosine, exact_gradients
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.step import Session
 from flops.errors import FlopsError
 from flops.estimators import ES, SPSA, Estimator, LikelihoodRatio
+from flops.estimators.exact import cosine, exact_gradients
 from flops.estimators.variance import energy
 from flops.experiments.cells import Result
-from flops.experiments.matrices import matrix_of, third_of
-from flops.experiments.shared_draws import spend_sharing
-from flops.experiments.starts import Start, batch_of, load_start
-from flops.tasks.classification.models import parts
+from flops.experiments.common_random_numbers import spend_sharing
+from flops.experiments.warm_starts import WarmStart, batch_of, load_warm_start
+from flops.experiments.weight_matrices import matrix_of, third_of
 from flops.tasks.classification.task import loss_fn
 from flops.tasks.data.images import ImageData
+from flops.tasks.models.vit import parts
 
 ALLOCATORS: dict[str, Callable[[], Allocator]] = {
     "equal": Equal,
@@ -53,12 +53,12 @@ MEASURED = 10**6  # the first step that is measured; its noise is none of the wa
 
 
 @dataclass(frozen=True)
-class Panel(Start):
+class Panel(WarmStart):
     """Settings of one panel.
 
     Attributes:
         estimator: A key of `ESTIMATORS`.
-        matrix: Which matrix of the layer; see `flops.experiments.matrices`.
+        matrix: Which matrix of the layer; see `flops.experiments.weight_matrices`.
         layer: Number of the layer, from 1 on.
         budgets: Mean queries per point.
         allocators: Keys of `ALLOCATORS`.
@@ -105,7 +105,7 @@ def measure_panel(folder: Path, panel: Panel) -> Result:
         allocator; ``norm``, the squared length of the exact gradient, and ``loss`` by repeat.
     """
     started = time.perf_counter()
-    model, data = load_start(folder, panel.start)
+    model, data = load_warm_start(folder, panel.start)
     estimator = named(ESTIMATORS, panel.estimator, "estimator")(panel.sigma)
     weight, groups = _perturbed(model, panel, estimator)
     fg = ForwardGradient(model, loss_fn, groups, seed=panel.seed)
@@ -125,7 +125,7 @@ def measure_panel(folder: Path, panel: Panel) -> Result:
                 place = panel.budgets.index(budget)
                 own = {weight: spent.gradients[weight]}
                 found["cosine"][name][place].append(cosine(own, exact))
-                found["noise"][name][place].append(spent.noise)
+                found["noise"][name][place].append(spent.step.noise)
             norms.append(energy({weight: exact[weight]}))
             losses.append(float(session.losses.mean()))
     return {**found, "norm": norms, "loss": losses, "seconds": time.perf_counter() - started}
@@ -179,5 +179,6 @@ def _spent(
     # Rounding is part of what is measured; one warning for each cell would say nothing new.
     queries = session.queries("panel", key, {"warned_of_rounding": True})
     asked = [(budget, allocator) for (budget, _), allocator in chosen.items()]
-    found = spend_sharing(fg.groups[0], session.layout.bindings[0], asked, signal, queries)
+    binding = session.layout.bindings[0]
+    found = spend_sharing(session, fg.groups[0], binding, asked, signal, queries)
     return dict(zip(chosen, found, strict=True))

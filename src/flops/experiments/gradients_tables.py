@@ -11,7 +11,7 @@ from typing import Any
 
 from flops.experiments.cells import Result
 from flops.experiments.gradients_panel import Panel
-from flops.experiments.matrices import TITLES
+from flops.experiments.weight_matrices import TITLES
 from flops.report.intervals import Interval, interval, paired
 from flops.report.table import Sheet
 

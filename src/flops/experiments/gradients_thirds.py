@@ -19,18 +19,18 @@ from flops.estimators import LikelihoodRatio
 from flops.estimators.likelihood_ratio import Baseline, Targets
 from flops.experiments.cells import Result
 from flops.experiments.gradients_panel import ALLOCATORS, MEASURE, MEASURED, WARM, named
-from flops.experiments.matrices import thirds
-from flops.experiments.starts import Start, batch_of, load_start
+from flops.experiments.warm_starts import WarmStart, batch_of, load_warm_start
+from flops.experiments.weight_matrices import thirds
 from flops.subspace.config import Shaping
-from flops.tasks.classification.models import parts
 from flops.tasks.classification.task import loss_fn
+from flops.tasks.models.vit import parts
 
 NAMES = {1: ("all layers",), 2: ("first half", "last half")}
 THIRDS = ("first third", "middle third", "last third")
 
 
 @dataclass(frozen=True)
-class Thirds(Start):
+class Thirds(WarmStart):
     """Settings of one ablation.
 
     Attributes:
@@ -59,7 +59,7 @@ class Thirds(Start):
 def measure_thirds(folder: Path, settings: Thirds) -> Result:
     """Cosines by third, then by repeat."""
     started = time.perf_counter()
-    model, data = load_start(folder, settings.start)
+    model, data = load_warm_start(folder, settings.start)
     model.requires_grad_(False)
     estimator = LikelihoodRatio(
         settings.sigma,
@@ -73,7 +73,7 @@ def measure_thirds(folder: Path, settings: Thirds) -> Result:
         chosen = [layers[number - 1].requires_grad_(True) for number in third]
         groups.append(Group(chosen, estimator, settings.queries, name=name))
     allocator = named(ALLOCATORS, settings.allocator, "allocator")()
-    fg = ForwardGradient(model, loss_fn, groups, allocator, seed=settings.seed)
+    fg = ForwardGradient(model, loss_fn, groups, allocator=allocator, seed=settings.seed)
     device = next(model.parameters()).device
 
     def estimate(use: int, number: int, exact: bool) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Robustness: the paper's table of natural and adversarial noise.
 
-Every model, of a run folder or trained here, is measured on the whole test set: clean, under
+Every model, of a run directory or trained here, is measured on the whole test set: clean, under
 Gaussian, uniform and Poisson noise, and under FGSM, I-FGSM and MI-FGSM on itself. Each training
 and each trial is a cell (`flops.experiments.cells`): the study can be stopped and resumed.
 """
@@ -32,11 +32,11 @@ from flops.experiments.robustness_trials import Strengths, measure
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write
-from flops.tasks.classification.config import Config
+from flops.tasks.classification.config import FinetuneConfig
 
 
 @dataclass(frozen=True)
-class Plan:
+class RobustnessStudy:
     """How models are measured, and where the results go.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
     console: Console
 
 
-def measure_all(runs: Sequence[FinishedRun], plan: Plan) -> Found:
+def measure_all(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
     """All trials of all models, from their files where these are there.
 
     Raises:
@@ -66,9 +66,9 @@ def measure_all(runs: Sequence[FinishedRun], plan: Plan) -> Found:
     cells = [
         Cell("trials", partial(measure, run=run), trial)
         for run in ordered
-        for trial in plan.strengths.trials(run, plan.limit)
+        for trial in study.strengths.trials(run, study.limit)
     ]
-    results = run_cells(cells, plan.folder, plan.workers, plan.console, "noise and attacks")
+    results = run_cells(cells, study.folder, study.workers, study.console, "noise and attacks")
     rows = [(cell.settings, result) for cell, result in zip(cells, results, strict=True)]
     return Found(Path(runs[0].config.data).name, rows)
 
@@ -104,7 +104,7 @@ def _seeds(found: Found) -> str:
     return f"mean ± standard deviation over {said}"
 
 
-def _trained(config: Config) -> str:
+def _trained(config: FinetuneConfig) -> str:
     said = f"{config.method} learning rate {config.learning_rate:g}"
     if config.sigma and config.method != BASE:
         said += f", sigma {' '.join(f'{value:g}' for value in config.sigma)}"
@@ -115,13 +115,13 @@ def _trained(config: Config) -> str:
     return said if config.budget is None else f"{said}, {config.budget:g} forward equivalents"
 
 
-def main(runs: Sequence[FinishedRun], plan: Plan) -> Found:
+def main(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
     """Measure; tables go to the console and tables.md, results to JSON and CSV, a figure to PNG.
 
     Raises:
         FlopsError: If the runs do not fit together, or a trial failed.
     """
-    found, strengths, console = measure_all(runs, plan), plan.strengths, plan.console
+    found, strengths, console = measure_all(runs, study), study.strengths, study.console
     differences, by_bound = differences_sheets(found, strengths), bounds_sheet(found, strengths)
     sheets: list[Sheet] = [
         accuracy_sheet(found, strengths, caption(found, runs, strengths)),
@@ -136,19 +136,19 @@ def main(runs: Sequence[FinishedRun], plan: Plan) -> Found:
         "trials": [{**dataclasses.asdict(trial), **result} for trial, result in found.rows],
         "tables": [dataclasses.asdict(sheet) for sheet in sheets],
     }
-    with writing(plan.folder, MEASURED):
-        atomic_write(plan.folder / "tables.md", text)
-        atomic_write(plan.folder / "results.json", json.dumps(kept, indent=1) + "\n")
-        write_csv(plan.folder / "results.csv", found)
+    with writing(study.folder, MEASURED):
+        atomic_write(study.folder / "tables.md", text)
+        atomic_write(study.folder / "results.json", json.dumps(kept, indent=1) + "\n")
+        write_csv(study.folder / "results.csv", found)
     for sheet in sheets:
         console.print(sheet.table())
     if not differences:
         console.print(f"no differences: they need runs of {BASE} and of another method")
     if len(strengths.all_bounds) > 1:
         try:
-            with writing(plan.folder, MEASURED):
-                plot_bounds(plan.folder / "bounds.png", found, strengths)
+            with writing(study.folder, MEASURED):
+                plot_bounds(study.folder / "bounds.png", found, strengths)
         except ImportError as error:
             console.print(f"no plot was drawn: {error}", markup=False)
-    console.print(f"results are in {plan.folder}", markup=False, soft_wrap=True)
+    console.print(f"results are in {study.folder}", markup=False, soft_wrap=True)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ from torch import nn
 
 from flops.errors import FlopsError
 from flops.storage.plain import parse_object
-from flops.tasks.classification.config import Config
-from flops.tasks.classification.models import load_model
+from flops.tasks.classification.config import FinetuneConfig
 from flops.tasks.classification.task import load_data
 from flops.tasks.data.images import ImageData, ImageFormat
+from flops.tasks.models.vit import load_model
 from flops.training.methods import MethodName
-from flops.training.run_directory import is_run, read_config
+from flops.training.run_directory import is_run, read_settings
 
 LAST = "preprocessor_config.json"  # what a run writes last of its model: with it, all is there
 DATA = ("data", "data_config", "image_column", "label_column", "split_column", "splits", "strict")
@@ -43,14 +42,14 @@ class FinishedRun:
     """A finished run, and what tells its weights from others.
 
     Attributes:
-        path: The run folder.
+        path: The run directory.
         config: Its settings.
         classes: Names of the classes that the model was trained on.
         digest: Of the weights, the preprocessing and the data's settings.
     """
 
     path: Path
-    config: Config
+    config: FinetuneConfig
     classes: tuple[str, ...]
     digest: str
 
@@ -66,7 +65,7 @@ class FinishedRun:
 
 
 def read_run(path: Path) -> FinishedRun:
-    """A run folder with its model.
+    """A run directory with its model.
 
     Raises:
         FlopsError: If it is none, or the run has not finished.
@@ -80,7 +79,7 @@ def read_run(path: Path) -> FinishedRun:
         if inside:
             hint = f"it holds runs, such as {inside[0]}: give those, as {path}/*"
         raise FlopsError(f"{path} holds no run ({found}); {hint}")
-    config, model = read_config(path), path / "model"
+    config, model = read_settings(path, FinetuneConfig), path / "model"
     weights = sorted(model.glob("*.safetensors"))
     if not ((model / LAST).is_file() and (model / "config.json").is_file() and weights):
         raise FlopsError(
@@ -97,6 +96,26 @@ def read_run(path: Path) -> FinishedRun:
         with file.open("rb") as content:
             mark.update(hashlib.file_digest(content, "sha256").digest())
     return FinishedRun(path, config, classes, mark.hexdigest()[:16])
+
+
+def read_runs(
+    paths: Sequence[Path], *, model: str | None = None, data: str | None = None
+) -> list[FinishedRun]:
+    """Several run directories, which must be of this model and data, where these are given.
+
+    Raises:
+        FlopsError: If one is none, has not finished, or is of another model or data.
+    """
+    runs = [read_run(path) for path in paths]
+    for run in runs:
+        for name, given in (("model", model), ("data", data)):
+            theirs = getattr(run.config, name)
+            if given is not None and given != theirs:
+                raise FlopsError(
+                    f"{run.path} was trained with --{name} {theirs}, not {given}; leave "
+                    f"--{name} out, or give other runs"
+                )
+    return runs
 
 
 def check_alike(runs: Sequence[FinishedRun]) -> None:
@@ -133,11 +152,11 @@ def check_alike(runs: Sequence[FinishedRun]) -> None:
                 "out one of them"
             )
         lead = leading.setdefault(run.method, run)
-        for field in dataclasses.fields(Config):
-            values = getattr(lead.config, field.name), getattr(run.config, field.name)
-            if field.name not in APART and values[0] != values[1]:
+        for name in FinetuneConfig.model_fields:
+            values = getattr(lead.config, name), getattr(run.config, name)
+            if name not in APART and values[0] != values[1]:
                 raise FlopsError(
-                    f"{lead.path} and {run.path} are both of {run.method}, with {field.name} "
+                    f"{lead.path} and {run.path} are both of {run.method}, with {name} "
                     f"{values[0]!r} and {values[1]!r}; runs of a method may differ in their seeds "
                     "alone: leave out the others"
                 )
@@ -155,7 +174,7 @@ def open_run(run: FinishedRun, limit: int | None) -> tuple[nn.Module, ImageForma
     """
     try:
         model, format = load_model(str(run.path / "model"), len(run.classes), head="kept")
-        data = _data(dataclasses.replace(_only_data(run.config), limit=limit), format)
+        data = _data(_only_data(run.config).replace(limit=limit), format)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise FlopsError(f"the run in {run.path} cannot be measured: {error}") from error
     if data.classes != run.classes:
@@ -166,10 +185,10 @@ def open_run(run: FinishedRun, limit: int | None) -> tuple[nn.Module, ImageForma
     return model, format, data
 
 
-def _only_data(config: Config) -> Config:
-    return Config(**{name: getattr(config, name) for name in DATA})
+def _only_data(config: FinetuneConfig) -> FinetuneConfig:
+    return FinetuneConfig(**{name: getattr(config, name) for name in DATA})
 
 
 @lru_cache(maxsize=1)  # the next cell wants the same: folders of images are slow to decode
-def _data(config: Config, format: ImageFormat) -> ImageData:
+def _data(config: FinetuneConfig, format: ImageFormat) -> ImageData:
     return load_data(config, format)

@@ -17,18 +17,20 @@ from rich.console import Console
 from flops.errors import FlopsError
 from flops.experiments.cells import Cell, Result, run_cells
 from flops.experiments.robustness_runs import LAST, FinishedRun, read_run
-from flops.tasks.classification.config import Config
+from flops.tasks.classification.config import FinetuneConfig
+from flops.tasks.models.weights import weights_digest
 from flops.training.loop import train
 from flops.training.methods import METHODS, MethodName
 from flops.training.run_directory import is_run
 
 # What the sweep of `flops compare` chose on the validation split, at equal epochs.
 RATES: dict[MethodName, float] = {"bp": 1e-3, "ops-lr": 1e-3, "ops-spsa": 3e-3, "shaped-lr": 1e-3}
+DEFAULT_METHODS: tuple[MethodName, ...] = ("bp", "ops-lr", "ops-spsa", "shaped-lr")
 SIGMAS: dict[MethodName, float] = {"ops-lr": 1e-2, "ops-spsa": 1e-3, "shaped-lr": 1e-3}
 
 
 @dataclass(frozen=True)
-class Training:
+class ModelTraining:
     """One model to train; the settings of a cell."""
 
     method: MethodName
@@ -44,14 +46,14 @@ class Training:
     weights: str = ""  # digest of a model folder
 
     def place(self, folder: Path) -> Path:
-        """Its run folder below that of the study, by all its settings."""
+        """Its run directory below that of the study, by all its settings."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         mark = hashlib.sha256(text.encode()).hexdigest()[:8]
         return folder / "models" / f"{self.method}-seed{self.seed}-{mark}"
 
-    def config(self, folder: Path) -> Config:
+    def config(self, folder: Path) -> FinetuneConfig:
         """The same for `flops finetune`."""
-        return Config(
+        return FinetuneConfig(
             model=self.model,
             data=self.data,
             limit=self.limit,
@@ -99,8 +101,63 @@ def setting(method: MethodName, what: str, values: Mapping[str, float]) -> float
     return values[method]
 
 
-def train_model(settings: Training, folder: Path) -> Result:
-    """Train, or continue training, in the run folder; returns the last evaluation."""
+def plan_trainings(
+    methods: Sequence[MethodName],
+    seeds: int,
+    *,
+    learning_rates: Sequence[str] = (),
+    sigmas: Sequence[str] = (),
+    epochs: int,
+    model: str,
+    data: str,
+    queries: float,
+    batch: int,
+    limit: int | None,
+) -> list[ModelTraining]:
+    """What to train: every method with every seed.
+
+    Args:
+        methods: Which ones; repeated names count once.
+        seeds: Models of each.
+        learning_rates: As METHOD=VALUE, instead of those that the sweep chose.
+        sigmas: The same for noise scales.
+        epochs: Of each training.
+        model: As for `flops finetune`.
+        data: The same.
+        queries: Mean queries per point and group.
+        batch: Points of a batch.
+        limit: Most points of each split; None for all.
+
+    Raises:
+        FlopsError: If there are no methods, or a value is missing or not allowed.
+    """
+    if not methods:
+        raise FlopsError("give at least one of --methods, or --runs FOLDER...")
+    rates, scales = (
+        chosen(learning_rates, "learning-rates", RATES),
+        chosen(sigmas, "sigmas", SIGMAS),
+    )
+    return [
+        ModelTraining(
+            method,
+            setting(method, "learning-rates", rates),
+            None if method == "bp" else setting(method, "sigmas", scales),
+            epochs,
+            model,
+            data,
+            queries,
+            batch,
+            limit,
+            seed,
+            weights_digest(model),
+        )
+        for seed in range(seeds)
+        for method in dict.fromkeys(methods)
+    ]
+
+
+def train_model(settings: ModelTraining, folder: Path) -> Result:
+    """Train, or continue training, in the run directory; returns the last evaluation."""
     config = settings.config(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no plots were drawn")  # the study says it once
@@ -110,7 +167,7 @@ def train_model(settings: Training, folder: Path) -> Result:
 
 
 def train_models(
-    trainings: Sequence[Training], folder: Path, workers: int, console: Console
+    trainings: Sequence[ModelTraining], folder: Path, workers: int, console: Console
 ) -> list[FinishedRun]:
     """The models, trained where they are not there yet.
 

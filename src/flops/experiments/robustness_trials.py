@@ -15,7 +15,7 @@ from flops.experiments.attacks import Classifier, fgsm, i_fgsm, mi_fgsm
 from flops.experiments.cells import Result
 from flops.experiments.corruptions import gaussian, poisson, uniform
 from flops.experiments.robustness_runs import FinishedRun, open_run
-from flops.tasks.classification.bundled import logits
+from flops.tasks.classification.metrics import logits
 from flops.tasks.data.pixels import ImageFormat
 
 Kind = Literal["clean", "gaussian", "uniform", "poisson", "fgsm", "i-fgsm", "mi-fgsm"]

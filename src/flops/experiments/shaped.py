@@ -31,7 +31,7 @@ from flops.experiments.shaped_tables import (
     problems_sheet,
     sweep_sheet,
 )
-from flops.experiments.shaped_training import THIRDS, Training, train
+from flops.experiments.shaped_training import THIRDS, TrainingRun, train
 from flops.report.plots import plot_over_steps
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
@@ -62,7 +62,7 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShapedStudy:
     """What is run, and where it goes.
 
     Attributes:
@@ -91,15 +91,15 @@ class Plan:
         return {key: [next(found) for _ in row] for key, row in cells.items()}
 
 
-def _main(plan: Plan) -> list[Sheet]:
+def _main(study: ShapedStudy) -> list[Sheet]:
     settings = {
-        (queries, start if plan.most is None else 0): [
-            Training(queries=queries, epochs=epochs, most=plan.most, seed=seed)
-            for seed in range(plan.seeds)
+        (queries, start if study.most is None else 0): [
+            TrainingRun(queries=queries, epochs=epochs, most=study.most, seed=seed)
+            for seed in range(study.seeds)
         ]
         for queries, epochs, start in MAIN
     }
-    found = plan.run("main", train, settings)
+    found = study.run("main", train, settings)
     lines = {
         third: {
             f"{queries} queries": (
@@ -110,17 +110,17 @@ def _main(plan: Plan) -> list[Sheet]:
         }
         for number, third in enumerate(THIRDS)
     }
-    plot_over_steps(plan.folder / "main.png", lines, "cosine to the exact gradient")
+    plot_over_steps(study.folder / "main.png", lines, "cosine to the exact gradient")
     return [main_sheet(found)]
 
 
-def _problems(plan: Plan) -> list[Sheet]:
-    steps = Comparison("").steps if plan.most is None else plan.most
+def _problems(study: ShapedStudy) -> list[Sheet]:
+    steps = Comparison("").steps if study.most is None else study.most
     settings = {
-        name: [Comparison(name, steps=steps, seed=seed) for seed in range(plan.seeds)]
+        name: [Comparison(name, steps=steps, seed=seed) for seed in range(study.seeds)]
         for name in PROBLEMS
     }
-    found = plan.run("problems", compare, settings)
+    found = study.run("problems", compare, settings)
     panels = {
         name: {
             arm: (range(steps), [[statistics.fmean(row) for row in r[arm]] for r in results])
@@ -128,38 +128,38 @@ def _problems(plan: Plan) -> list[Sheet]:
         }
         for name, results in found.items()
     }
-    plot_over_steps(plan.folder / "problems.png", panels, "cosine to the exact gradient")
-    return [problems_sheet(found, 20 if plan.most is None else 0)]
+    plot_over_steps(study.folder / "problems.png", panels, "cosine to the exact gradient")
+    return [problems_sheet(found, 20 if study.most is None else 0)]
 
 
-def _accuracy(plan: Plan) -> list[Sheet]:
-    common: dict[str, Any] = {"epochs": 8, "every": 0, "most": plan.most}
+def _accuracy(study: ShapedStudy) -> list[Sheet]:
+    common: dict[str, Any] = {"epochs": 8, "every": 0, "most": study.most}
     tried = {
-        (method, rate): [Training(method, learning_rate=rate, seed=SWEEP_SEED, **common)]
+        (method, rate): [TrainingRun(method, learning_rate=rate, seed=SWEEP_SEED, **common)]
         for method in ("shaped", "backpropagation")
         for rate in RATES
     }
-    sweep = plan.run("sweep", train, tried)
+    sweep = study.run("sweep", train, tried)
     rates = best_rates(sweep)
     settings = {
         method: [
-            Training(method, learning_rate=rate, test=True, seed=seed, **common)
-            for seed in range(plan.seeds)
+            TrainingRun(method, learning_rate=rate, test=True, seed=seed, **common)
+            for seed in range(study.seeds)
         ]
         for method, rate in rates.items()
     }
-    found = plan.run("accuracy", train, settings)
+    found = study.run("accuracy", train, settings)
     return [sweep_sheet(sweep), accuracy_sheet(found, rates)]
 
 
-def _grid(plan: Plan) -> list[Sheet]:
+def _grid(study: ShapedStudy) -> list[Sheet]:
     common: dict[str, Any] = {"epochs": 3, "follow": "exact"}
-    start = 20 if plan.most is None else 0
+    start = 20 if study.most is None else 0
 
-    def seeds(**chosen: Any) -> list[Training]:
-        limit = {} if plan.most is None else {"most": plan.most}
+    def seeds(**chosen: Any) -> list[TrainingRun]:
+        limit = {} if study.most is None else {"most": study.most}
         every = {**common, **chosen, **limit}
-        return [Training(**every, seed=seed) for seed in range(plan.grid_seeds)]
+        return [TrainingRun(**every, seed=seed) for seed in range(study.grid_seeds)]
 
     ingredients = {
         (name, queries): seeds(queries=queries, **options)
@@ -172,14 +172,14 @@ def _grid(plan: Plan) -> list[Sheet]:
         for noise in ("isotropic", "shaped")
         for queries in QUERIES
     }
-    parts = plan.run("grid", train, ingredients)
+    parts = study.run("grid", train, ingredients)
     return [
         ingredients_sheet(parts, start),
-        grid_sheet(plan.run("grid", train, grid), start),
+        grid_sheet(study.run("grid", train, grid), start),
     ]
 
 
-_RUN: dict[Part, Callable[[Plan], list[Sheet]]] = {
+_RUN: dict[Part, Callable[[ShapedStudy], list[Sheet]]] = {
     "main": _main,
     "problems": _problems,
     "accuracy": _accuracy,
@@ -187,23 +187,23 @@ _RUN: dict[Part, Callable[[Plan], list[Sheet]]] = {
 }
 
 
-def main(parts: Sequence[Part], plan: Plan) -> None:
+def main(parts: Sequence[Part], study: ShapedStudy) -> None:
     """Run the parts; tables go to the console, to tables.md and, by part, to JSON.
 
     Raises:
         FlopsError: If there is nothing to run, or cells failed.
     """
-    if not parts or min(plan.seeds, plan.grid_seeds) < 1 or plan.workers < 0:
+    if not parts or min(study.seeds, study.grid_seeds) < 1 or study.workers < 0:
         raise FlopsError("parts, at least one seed and workers >= 0 are needed")
-    with writing(plan.folder, "give another --output"):
-        plan.folder.mkdir(parents=True, exist_ok=True)
+    with writing(study.folder, "give another --output"):
+        study.folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        sheets = _RUN[part](plan)
+        sheets = _RUN[part](study)
         kept = [{"title": s.title, "header": s.header, "rows": s.rows} for s in sheets]
         text = "\n".join(sheet.markdown() for sheet in sheets)
-        with writing(plan.folder, MEASURED):
-            atomic_write(plan.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
-            atomic_write(plan.folder / f"{part}.md", text)
+        with writing(study.folder, MEASURED):
+            atomic_write(study.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
+            atomic_write(study.folder / f"{part}.md", text)
         for sheet in sheets:
-            plan.console.print(sheet.table())
-    plan.console.print(f"written to {plan.folder}")
+            study.console.print(sheet.table())
+    study.console.print(f"written to {study.folder}")

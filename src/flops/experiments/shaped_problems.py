@@ -32,7 +32,7 @@ from flops.engine.groups import Group
 from flops.errors import PrecisionWarning
 from flops.estimators import LikelihoodRatio
 from flops.subspace.config import Shaping
-from flops.tasks.classification.bundled import digits
+from flops.tasks.data.digits import digits
 
 BATCH = 64
 HIDDEN = 64
@@ -59,7 +59,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Task:
+class Problem:
     """A model in stages, each a group of its own, and batches (inputs, targets, index) by step."""
 
     model: nn.Module
@@ -108,13 +108,13 @@ def mean_cosine(result: dict[str, Any], arm: str, start: int) -> float:
     return statistics.fmean(late)
 
 
-def _engine(task: Task, settings: Comparison, shaped: bool) -> ForwardGradient:
+def _engine(task: Problem, settings: Comparison, shaped: bool) -> ForwardGradient:
     estimator = LikelihoodRatio(targets="stage", shaping=Shaping() if shaped else None)
     groups = [
         Group(stage, estimator, settings.queries, name=f"stage {number + 1}")
         for number, stage in enumerate(task.stages)
     ]
-    return ForwardGradient(task.model, _losses, groups, Gaussian(), seed=settings.seed)
+    return ForwardGradient(task.model, _losses, groups, allocator=Gaussian(), seed=settings.seed)
 
 
 def _losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _perceptron(classes: int) -> nn.Sequential:
 
 def _on_digits(
     model: nn.Sequential, settings: Comparison, relabel: Callable[[Tensor, Tensor, int], Tensor]
-) -> Task:
+) -> Problem:
     train = digits(size=8).train
     source = torch.Generator().manual_seed(settings.seed)
     orders = [torch.randperm(len(train), generator=source) for _ in range(settings.steps)]
@@ -145,14 +145,14 @@ def _on_digits(
         rows = orders[step][:BATCH]
         return train.images[rows], relabel(train.labels[rows], rows, step), rows
 
-    return Task(model, [[stage] for stage in model], batch)
+    return Problem(model, [[stage] for stage in model], batch)
 
 
-def _mlp(settings: Comparison) -> Task:
+def _mlp(settings: Comparison) -> Problem:
     return _on_digits(_perceptron(10), settings, lambda labels, rows, step: labels)
 
 
-def _cnn(settings: Comparison) -> Task:
+def _cnn(settings: Comparison) -> Problem:
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
         nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()),
@@ -162,12 +162,12 @@ def _cnn(settings: Comparison) -> Task:
     return _on_digits(model, settings, lambda labels, rows, step: labels)
 
 
-def _random_labels(settings: Comparison) -> Task:
+def _random_labels(settings: Comparison) -> Problem:
     drawn = torch.randint(HIDDEN, (2000,))
     return _on_digits(_perceptron(HIDDEN), settings, lambda labels, rows, step: drawn[rows])
 
 
-def _abrupt(settings: Comparison) -> Task:
+def _abrupt(settings: Comparison) -> Problem:
     def relabel(labels: Tensor, rows: Tensor, step: int) -> Tensor:
         return labels if step < settings.steps // 2 else 19 - labels
 
@@ -198,7 +198,7 @@ class Reader(nn.Module):
         return logits
 
 
-def _sequences(settings: Comparison) -> Task:
+def _sequences(settings: Comparison) -> Problem:
     """Which of the first four words is the most frequent one?"""
     source = torch.Generator().manual_seed(settings.seed)
     model = Reader()
@@ -220,10 +220,10 @@ def _sequences(settings: Comparison) -> Task:
             step * BATCH + torch.arange(BATCH),
         )
 
-    return Task(model, [[model.layers[0]], [model.layers[1]], [model.head]], batch)
+    return Problem(model, [[model.layers[0]], [model.layers[1]], [model.head]], batch)
 
 
-PROBLEMS: dict[str, Callable[[Comparison], Task]] = {
+PROBLEMS: dict[str, Callable[[Comparison], Problem]] = {
     "mlp": _mlp,
     "cnn": _cnn,
     "random labels": _random_labels,

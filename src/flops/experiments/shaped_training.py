@@ -21,18 +21,21 @@ from torch import Tensor
 from flops.allocators import Allocator, Equal, Gaussian
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
+from flops.engine.report import StepReport
 from flops.errors import PrecisionWarning
 from flops.estimators import LikelihoodRatio
 from flops.estimators.likelihood_ratio import Targets
 from flops.subspace.config import Shaping
-from flops.tasks.classification.bundled import Split, accuracy, bundled_vit, digits, logits
+from flops.tasks.classification.metrics import accuracy, logits
+from flops.tasks.data.digits import Split, digits
+from flops.tasks.models.vit import bundled_vit
 
 THIRDS = ("first third", "middle third", "last third")
 ALLOCATORS: dict[str, type[Allocator]] = {"gaussian": Gaussian, "equal": Equal}
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRun:
     """Settings of one run.
 
     Attributes:
@@ -69,14 +72,14 @@ class Training:
     seed: int = 0
 
 
-def train(settings: Training) -> dict[str, Any]:
-    """Run it; returns steps, cosines and what was captured at them, losses, accuracies and cost."""
+def train(settings: TrainingRun) -> dict[str, Any]:
+    """Run it; returns steps, cosines and explained variances at them, losses, accuracies, cost."""
     splits, model = digits(), bundled_vit(seed=settings.seed)
     model.vit.embeddings.requires_grad_(False)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trainable, settings.learning_rate)
     fg = None if settings.method == "backpropagation" else _engine(model, settings)
-    steps, cosines, captured, losses = [], [], [], []
+    steps, cosines, explained, losses = [], [], [], []
     cost, queries, started = 0.0, 0, time.perf_counter()
     for step, rows in enumerate(_batches(len(splits.train), settings)):
         x, y = splits.train.images[rows], splits.train.labels[rows]
@@ -103,7 +106,7 @@ def train(settings: Training) -> dict[str, Any]:
                 steps.append(step)
                 pairs = zip(_thirds(model), truth, strict=True)
                 cosines.append([float(F.cosine_similarity(a, b, 0)) for a, b in pairs])
-                captured.append([float(fg.memory[name].get("captured", 0.0)) for name in THIRDS])
+                explained.append([_explained(report, name) for name in THIRDS])
             if settings.follow == "exact" and exact is not None:
                 for p, gradient in zip(trainable, exact, strict=True):
                     p.grad = gradient
@@ -111,7 +114,7 @@ def train(settings: Training) -> dict[str, Any]:
     return {
         "steps": steps,
         "cosines": cosines,
-        "captured": captured,
+        "captured": explained,  # the name that earlier results have
         "losses": losses,
         "validation": accuracy(model, splits.validation),
         "validation loss": _mean_loss(model, splits.validation),
@@ -127,7 +130,13 @@ def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits(outputs), targets, reduction="none")
 
 
-def _engine(model: Any, settings: Training) -> ForwardGradient:
+def _explained(report: StepReport, name: str) -> float:
+    """Explained variance of a group; 0 without shaped noise."""
+    found = report.shaping.get(name)
+    return 0.0 if found is None else found.explained_variance
+
+
+def _engine(model: Any, settings: TrainingRun) -> ForwardGradient:
     shaping = Shaping(explore=settings.explore, unbiased=settings.unbiased)
     shaped = settings.method == "shaped"
     estimator = LikelihoodRatio(targets=settings.targets, shaping=shaping if shaped else None)
@@ -138,10 +147,10 @@ def _engine(model: Any, settings: Training) -> ForwardGradient:
     ]
     groups.append(Group(head, LikelihoodRatio(targets="stage"), settings.queries, name="head"))
     allocator = ALLOCATORS[settings.allocator]()
-    return ForwardGradient(model, loss_fn, groups, allocator, seed=settings.seed)
+    return ForwardGradient(model, loss_fn, groups, allocator=allocator, seed=settings.seed)
 
 
-def _batches(size: int, settings: Training) -> list[Tensor]:
+def _batches(size: int, settings: TrainingRun) -> list[Tensor]:
     source = torch.Generator().manual_seed(settings.seed)
     found = [
         rows

@@ -55,7 +55,7 @@ class Theorem2:
     gaussian: float
 
 
-class Problem:
+class ClosedFormProblem:
     """The model, its data and its known traces."""
 
     def __init__(self, seed: int) -> None:
@@ -112,7 +112,7 @@ class Problem:
 
 def theorem1(repeats: int = 1000, seed: int = 0, progress: bool = True) -> list[Theorem1Row]:
     """Measure the bound for several allocations of the same budget."""
-    problem = Problem(seed)
+    problem = ClosedFormProblem(seed)
     traces, gradients = problem.traces(), problem.gradients()
     mean, smooth = gradients.mean(0), problem.smoothness()
     eta, budget = 1 / smooth, QUERIES * POINTS
@@ -141,7 +141,7 @@ def theorem1(repeats: int = 1000, seed: int = 0, progress: bool = True) -> list[
 
 def theorem2(seed: int = 0) -> Theorem2:
     """Both sides of the identity, with real-valued counts and no floor."""
-    problem = Problem(seed)
+    problem = ClosedFormProblem(seed)
     traces, budget = problem.traces().numpy(), float(QUERIES * POINTS)
     roots = np.sqrt(traces)
     equal = float(objective(traces, np.full(POINTS, budget / POINTS)))

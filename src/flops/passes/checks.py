@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flops.allocators.base import Signal
-from flops.errors import CoverageError, FlopsError, NonFiniteLossError, QueryError, RandomnessError
+from flops.errors import CoverageError, FlopsError, NonFiniteLossError, RandomnessError
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -201,26 +200,6 @@ def check_finite(losses: Tensor, where: str, points: Tensor | None = None) -> No
             f"{len(bad)} of {len(losses)} losses are not finite in {where}: rows {rows}{at}. "
             "Parameters and .grad are as before; lower the learning rate or sigma, look at these "
             "points, or, if the model's control flow depends on the data, try reuse=False."
-        )
-
-
-def check_counts(counts: Tensor, signal: Signal) -> None:
-    """Refuse counts that no plan can follow, whatever allocator they come from.
-
-    Raises:
-        QueryError: With what was returned and what is allowed.
-    """
-    integers = isinstance(counts, Tensor) and counts.dtype == torch.long
-    if not integers or counts.shape != signal.losses.shape:
-        raise QueryError(
-            f"group '{signal.group}': the allocator must return a LongTensor of shape "
-            f"{tuple(signal.losses.shape)}, not {counts!r}"
-        )
-    low, total = int(counts.min()), int(counts.sum())
-    if low < 0 or total == 0 or bool((counts % signal.unit).any()):
-        raise QueryError(
-            f"group '{signal.group}': the allocator must return multiples of {signal.unit}, none "
-            f"negative and not all 0, not {counts.tolist()[:8]}"
         )
 
 

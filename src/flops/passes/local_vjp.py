@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, Leave
-from flops.passes.prefix import Prefix
-from flops.passes.replay import Passes, Record
+from flops.passes.replay import Passes, Prefix, Record
 
 Gradients = dict[nn.Parameter, Tensor]
 
@@ -51,10 +50,11 @@ def local_products(
     points: Tensor,
     targets: Sequence[LocalTarget],
     deltas: Mapping[int, Mapping[int, Tensor]],
+    take: Callable[[LocalTarget, Gradients], None],
     places: Tensor | None = None,
     watch: Callable[[LocalTarget, Any], None] | None = None,
-) -> Gradients:
-    """Sum over the points of D_theta phi^T delta, for each target.
+) -> None:
+    """Sum over the points of D_theta phi^T delta, for each target as soon as it has run.
 
     Args:
         passes: Passes of the model over the batch.
@@ -64,22 +64,22 @@ def local_products(
         targets: Targets in the order in which they end.
         deltas: By the number of a target's last call and the position of a tensor in its output:
             the gradient of the loss with respect to that tensor, for these points.
+        take: Gets each target and its gradients.
         places: Positions of the points in the record, if not the points themselves.
         watch: Sees each target and its (args, kwargs).
     """
-    total: Gradients = {}
     around: dict[int, Action] = {}
     final = targets[-1].last
     for target in targets:
         if target.first != target.last:
             around[target.first] = _open
         leave = target.last == final
-        around[target.last] = _product(target, deltas[target.last], total, leave, watch)
+        around[target.last] = _product(target, deltas[target.last], take, leave, watch)
     with torch.no_grad():
         try:
             passes.run(prefix, record, points, around=around, places=places)
         except Leave:
-            return total
+            return
     raise CoverageError(f"target '{targets[-1].name}' did not run in the local pass")
 
 
@@ -102,7 +102,7 @@ def _open(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _product(
     target: LocalTarget,
     deltas: Mapping[int, Tensor],
-    total: Gradients,
+    take: Callable[[LocalTarget, Gradients], None],
     leave: bool,
     watch: Callable[[LocalTarget, Any], None] | None,
 ) -> Action:
@@ -127,9 +127,11 @@ def _product(
             allow_unused=True,
         )
         found = zip(target.parameters, gradients, strict=True)
-        add_gradients(total, {p: g.detach() for p, g in found if g is not None})
+        detached = _detached(leaves)
+        del leaves, pairs  # the graph is not needed any more
+        take(target, {p: g.detach() for p, g in found if g is not None})
         if leave:
             raise Leave
-        return tree_unflatten(_detached(leaves), spec)
+        return tree_unflatten(detached, spec)
 
     return action

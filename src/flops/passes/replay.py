@@ -12,6 +12,7 @@ and an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.passes.batch import Batch
 from flops.passes.intercept import Action, Forward, Watch, scripted
-from flops.passes.prefix import Prefix, finished, nothing, visible_calls
 from flops.passes.structure import MORE, Call, Leaf, Structure
 
 _OTHER_ROWS = torch.tensor([1, 2])
@@ -31,6 +31,55 @@ Record = Mapping[int, list[Any]]
 
 Edit = Callable[[Any], Any]
 """Changes the output of a call, for example by adding noise."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Calls that are replayed, which of them must be recorded, and the calls that still run."""
+
+    replayed: tuple[Call, ...]
+    needed: frozenset[int]
+    visible: Mapping[str, tuple[int, ...]]
+    share: float
+
+    def script(self, action: Callable[[int], Action | None]) -> dict[str, list[Action | None]]:
+        """Actions of the visible calls, for the modules that have any."""
+        script = {}
+        for name, numbers in self.visible.items():
+            actions = [action(number) for number in numbers]
+            if any(a is not None for a in actions):
+                script[name] = actions
+        return script
+
+
+def finished(structure: Structure, time: int) -> list[Call]:
+    """The outermost calls that end at or before the time and can be replayed."""
+    chosen: list[Call] = []
+    inside: set[int] = set()
+    for call in structure.calls:  # parents come before their children
+        if call.parent in inside:
+            inside.add(call.number)
+        elif call.end <= time and call.replayable:
+            chosen.append(call)
+            inside.add(call.number)
+    return chosen
+
+
+def nothing(structure: Structure) -> Prefix:
+    """The empty prefix: every call runs."""
+    return Prefix((), frozenset(), visible_calls(structure, frozenset()), 0.0)
+
+
+def visible_calls(structure: Structure, replayed: frozenset[int]) -> dict[str, tuple[int, ...]]:
+    """Calls that are not inside a replayed one, by module."""
+    visible: dict[str, list[int]] = {}
+    hidden: set[int] = set()
+    for call in structure.calls:
+        if call.parent is not None and (call.parent in hidden or call.parent in replayed):
+            hidden.add(call.number)
+        else:
+            visible.setdefault(call.name, []).append(call.number)
+    return {name: tuple(numbers) for name, numbers in visible.items()}
 
 
 class Passes:

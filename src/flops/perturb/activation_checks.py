@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, Leave
 from flops.passes.local_vjp import LocalTarget, local_products
-from flops.passes.prefix import nothing
-from flops.passes.replay import Passes
+from flops.passes.replay import Passes, nothing
 from flops.perturb.activations import Sites
 
 
@@ -71,8 +70,16 @@ def _check_differentiable(sites: Sites, passes: Passes) -> None:
     record = {number: structure.outputs[number] for number in sites.local_prefix.needed}
     places = torch.arange(len(structure.rows))
     passes.trials += 1
-    found = local_products(
-        passes, sites.local_prefix, record, structure.rows, sites.local, deltas, places
+    found: set[nn.Parameter] = set()
+    local_products(
+        passes,
+        sites.local_prefix,
+        record,
+        structure.rows,
+        sites.local,
+        deltas,
+        lambda _, gradients: found.update(gradients),
+        places,
     )
     for target in sites.local:
         for parameter in target.parameters:

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.passes.local_vjp import LocalTarget
-from flops.passes.prefix import nothing
-from flops.passes.replay import Edit, Passes
+from flops.passes.replay import Edit, Passes, nothing
 from flops.passes.structure import FOLDED, Call, Leaf, Use
 from flops.perturb.random import values as noise_values
 
@@ -73,11 +72,29 @@ class Sites:
             self.local_prefix = passes.prefix(min(calls[t.first].start for t in local))
         else:
             self.query_prefix = self.local_prefix = nothing(self.structure)
+        replays = bool(self.local_prefix.replayed)
+        start = min(calls[t.first].start for t in local) if replays else 0
+        self.local_span = (start, max(calls[t.last].end for t in local))
 
     @property
     def needed(self) -> frozenset[int]:
         """Calls to record."""
         return self.query_prefix.needed | self.local_prefix.needed
+
+    @property
+    def local_needed(self) -> frozenset[int]:
+        """Calls whose outputs the local products replay."""
+        return self.local_prefix.needed
+
+    @property
+    def replayed_share(self) -> float:
+        """Share of a forward pass that queries replay."""
+        return self.query_prefix.share
+
+    @property
+    def noise_size(self) -> int:
+        """Noise values of a row."""
+        return self.size
 
     def covers(self, use: Use) -> bool:
         """Inside one of the targets, for a parameter of that target."""

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flops.engine.groups import ResolvedGroup
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, everywhere, scripted
-from flops.passes.prefix import Prefix, nothing
-from flops.passes.replay import Passes
+from flops.passes.replay import Passes, Prefix, nothing
+from flops.passes.selection import Selection
 from flops.passes.structure import Call, Leaf, Structure, Use
 
 
@@ -65,6 +64,26 @@ class Units:
         return self.prefix.needed
 
     @property
+    def replayed_share(self) -> float:
+        """Share of a forward pass that queries replay."""
+        return self.prefix.share
+
+    @property
+    def noise_size(self) -> int:
+        """Outputs get no noise."""
+        return 0
+
+    @property
+    def local_needed(self) -> frozenset[int]:
+        """No local products."""
+        return frozenset()
+
+    @property
+    def local_span(self) -> None:
+        """No local products."""
+        return
+
+    @property
     def size(self) -> int:
         """Number of perturbed parameters."""
         return sum(unit.size(path) for unit in self.units for path in unit.parameters)
@@ -78,8 +97,41 @@ class Units:
         )
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Where a parameter's noise lies in a row: a of length ``out``, then b of length ``rest``."""
+
+    unit: Unit
+    path: str
+    parameter: nn.Parameter
+    offset: int
+    out: int
+    rest: int
+
+    def cut(self, z: Tensor) -> Any:
+        """The signs of this parameter: a and b, or a vector."""
+        middle = self.offset + self.out
+        z = z.to(self.parameter.device)
+        a = z[:, self.offset : middle]
+        if not self.rest:
+            return a
+        padding = self.unit.padding.get(self.path)
+        if padding is not None:
+            a = a.index_fill(1, torch.tensor([padding], device=a.device), 0)
+        return a, z[:, middle : middle + self.rest]
+
+    def noise(self, z: Tensor, scale: Tensor | float = 1.0) -> Any:
+        """Cut, in the precision of the parameter; a and vectors times a scale, b as it is."""
+        found, dtype = self.cut(z), self.parameter.dtype
+        if isinstance(scale, Tensor):
+            scale = scale.to(self.parameter.device)
+        if isinstance(found, tuple):
+            return (found[0] * scale).to(dtype), found[1].to(dtype)
+        return (found * scale).to(dtype)
+
+
 def find_units(
-    group: ResolvedGroup, passes: Passes, reuse: bool, thin: tuple[type[nn.Module], ...] = ()
+    group: Selection, passes: Passes, reuse: bool, thin: tuple[type[nn.Module], ...] = ()
 ) -> Units:
     """Assign every parameter of a group to the units that use it.
 
@@ -190,7 +242,7 @@ def _first_use(unit: Unit, structure: Structure, whole: bool) -> int:
 
 
 def _owners(
-    group: ResolvedGroup, modules: Mapping[str, nn.Module], thin: tuple[type[nn.Module], ...]
+    group: Selection, modules: Mapping[str, nn.Module], thin: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, str, nn.Parameter]]:
     wanted = {id(p) for p in group.parameters}
     inside = {id(child) for module in group.modules.values() for child in module.modules()}

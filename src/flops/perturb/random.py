@@ -17,7 +17,6 @@ Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -27,6 +26,7 @@ from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
 Kind = Literal["gaussian", "rademacher", "orthogonal"]
+SharedKind = Literal["gaussian", "rademacher"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 _WORDS = 1 << 14  # random words at a time: more would leave the cache
@@ -170,7 +170,7 @@ class NoiseStream:
         self._kind, self._key, self._ids, self._draws, self._size = kind, key, ids, draws, size
         self._point, self._position = -1, 0
         self._source = words()
-        self._rows = torch.empty(0)
+        self._rows, self._kept = torch.empty(0), torch.empty(0)
 
     def take(self, point: int, first: int, count: int, out: Tensor | None = None) -> Tensor:
         """Draws first, ..., first + count - 1 of a point, in ``out`` where they can be."""
@@ -199,20 +199,18 @@ class NoiseStream:
                     part[:, : self._size] = found
         return out[: len(points), : self._size]
 
-    def parts(
-        self, parts: Sequence[tuple[Tensor, Tensor]], compact: bool = True
-    ) -> Iterator[Tensor]:
-        """Noise of parts (points, draws) in turn, all in one buffer: use each before the next.
+    def buffered(self, points: Tensor, draws: Tensor, compact: bool = True) -> Tensor:
+        """As `rows`, in a buffer of the stream's own: use it before the next call.
 
-        By one thread: others would wait for those of torch, which spin between two passes. Large
-        parts come as bits, for `values`, unless ``compact`` is False: half the memory, and each
+        By one thread: others would wait for those of torch, which spin between two passes. Many
+        values come as bits, for `values`, unless ``compact`` is False: half the memory, and each
         value is looked up twice.
         """
-        rows = max((len(points) for points, _ in parts), default=0)
-        compact = compact and self._kind == "gaussian" and rows * self._size > COMPACT
-        buffer = self._buffer(rows, torch.int16 if compact else torch.float32)
-        for points, draws in parts:
-            yield self.rows(points, draws, buffer)
+        compact = compact and self._kind == "gaussian" and len(points) * self._size > COMPACT
+        dtype = torch.int16 if compact else torch.float32
+        if len(self._kept) < len(points) or self._kept.dtype != dtype:
+            self._kept = self._buffer(len(points), dtype)
+        return self.rows(points, draws, self._kept[: len(points)])
 
     def _buffer(self, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(rows, width(self._kind, self._size), dtype=dtype, device="cpu")

@@ -6,9 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-import numpy as np
+from scipy.stats import t
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,6 @@ def paired(first: Sequence[float], second: Sequence[float], level: float = 0.95)
     return interval([a - b for a, b in zip(first, second, strict=True)], level)
 
 
-@lru_cache
 def t_quantile(freedom: int, level: float = 0.95) -> float:
-    """The t with P(|T| < t) = level, for Student's T.
-
-    With T = sqrt(freedom) tan(angle) the density of the angle is proportional to
-    cos(angle)^(freedom - 1): smooth on a finite range, so a fine trapezoid is exact enough.
-    """
-    angles = np.linspace(0, math.pi / 2, 200_001)
-    density = np.cos(angles) ** (freedom - 1)
-    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    angle = float(np.interp(level, mass / mass[-1], angles))
-    return math.sqrt(freedom) * math.tan(angle)
+    """The t with P(|T| < t) = level, for Student's T."""
+    return float(t.ppf((1 + level) / 2, freedom))

@@ -4,12 +4,12 @@
 |---|---|
 | GET /v1/info | model, classes, widths, limits, batch sizes |
 | GET /v1/health | whether it runs; needs no key |
-| GET /v1/usage | totals of the ledger |
+| GET /v1/usage | totals of the answer store |
 | GET /v1/metrics | counters for Prometheus |
 | PUT /v1/points/{digest} | upload points once |
 | POST /v1/score | logits of (point, text prompt, image prompt) rows |
 
-`/openapi.json` and `/docs` describe it in full. Refusals are JSON: `{"error": "..."}`.
+`/openapi.json` and `/docs` describe it in full. Errors are JSON: `{"error": "..."}`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fastapi import APIRouter, FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -33,8 +34,8 @@ from flops.serve import codec as wire
 from flops.serve.codec import BINARY, JSON, WireError
 from flops.serve.limits import retry_after
 from flops.serve.schema import KEY, ScoreBody, answer_json
-from flops.serve.service import LARGE, Setup, State
-from flops.serve.store import LedgerError
+from flops.serve.service import LARGE, Service, Setup
+from flops.serve.store import StoreError
 
 log = logging.getLogger("flops.serve")
 Digest = Annotated[
@@ -57,7 +58,7 @@ ERROR = {
 }
 
 
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
         400: "The body cannot be read",
         401: "No key, or a wrong one",
@@ -68,8 +69,8 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
         415: "Another content type",
         422: "Shapes, types or values do not fit",
         429: "Too many requests; see Retry-After",
-        503: "The answer could not be kept; try again",
-        507: "The ledger is full; what it holds is still given",
+        503: "The answer could not be stored; try again",
+        507: "The answer store is full; what it holds is still served",
     }
     return {
         status: {"description": meanings[status], "content": {JSON: {"schema": ERROR}}}
@@ -84,23 +85,23 @@ SCORE_BODY = {
 router = APIRouter(prefix="/v1")
 
 
-def admit(request: Request) -> State:
+def admit(request: Request) -> Service:
     """Check the rate of wrong keys, the key in constant time, then the rate of requests.
 
     Raises:
         WireError: 401 or 429.
     """
-    state: State = request.app.state.service
-    if state.setup.api_key is not None:
+    service: Service = request.app.state.service
+    if service.setup.api_key is not None:
         address = request.client.host if request.client else ""
-        state.guesses.check(address)
+        service.wrong_keys.check(address)
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        marks = (hashlib.sha256(text.encode()).digest() for text in (shown, state.setup.api_key))
+        marks = (hashlib.sha256(text.encode()).digest() for text in (shown, service.setup.api_key))
         if not hmac.compare_digest(*marks) or scheme.lower() != "bearer":
-            state.guesses.count(address)
+            service.wrong_keys.count(address)
             raise WireError("send the API key as Authorization: Bearer KEY", 401)
-    state.rate.take()
-    return state
+    service.rate.take()
+    return service
 
 
 @router.get("/health")
@@ -109,45 +110,46 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/info", responses=_refusals(401, 429), openapi_extra=SECURED)
+@router.get("/info", responses=_errors(401, 429), openapi_extra=SECURED)
 async def info(request: Request) -> dict[str, Any]:
     """Describe the model and the limits."""
     return admit(request).info()
 
 
-@router.get("/usage", responses=_refusals(401, 429), openapi_extra=SECURED)
+@router.get("/usage", responses=_errors(401, 429), openapi_extra=SECURED)
 async def usage(request: Request) -> dict[str, int]:
-    """Totals of all answers in the ledger."""
+    """Totals of all answers in the store."""
     return await admit(request).usage()
 
 
 @router.get(
     "/metrics",
     response_class=PlainTextResponse,
-    responses=_refusals(401, 429),
+    responses=_errors(401, 429),
     openapi_extra=SECURED,
 )
-async def metrics(request: Request) -> str:
-    """Counters in the text format of Prometheus."""
-    return admit(request).metrics()
+async def metrics(request: Request) -> Response:
+    """Metrics in the text format of Prometheus."""
+    text = admit(request).metrics.exposition()
+    return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.put(
     "/points/{digest}",
     responses={
         200: {"description": "They were there already"},
-        201: {"description": "They are kept"},
-        **_refusals(400, 401, 408, 413, 415, 422, 429, 503, 507),
+        201: {"description": "They are stored"},
+        **_errors(400, 401, 408, 413, 415, 422, 429, 503, 507),
     },
     openapi_extra={"requestBody": POINTS_BODY, **SECURED},
 )
 async def upload(digest: Digest, request: Request) -> Response:
-    """Keep points: safetensors {"pixels": uint8 (N, H, W[, C])}."""
-    state = admit(request)
+    """Store points: safetensors {"pixels": uint8 (N, H, W[, C])}."""
+    service = admit(request)
     _content(request, BINARY)
-    announced, most = request.headers.get("content-length"), state.setup.limits.upload
-    async with state.bodies.read(request.stream(), announced, most) as body:
-        new = await state.upload(digest, body)
+    announced, most = request.headers.get("content-length"), service.setup.limits.upload
+    async with service.bodies.read(request.stream(), announced, most) as body:
+        new = await service.upload(digest, body)
     return JSONResponse({"points": digest}, 201 if new else 200)
 
 
@@ -159,22 +161,22 @@ async def upload(digest: Digest, request: Request) -> Response:
             "description": "Logits (Q, C), in the content type of the request",
             "content": {BINARY: {"schema": BYTES}, JSON: {"schema": {"type": "object"}}},
         },
-        **_refusals(400, 401, 404, 408, 409, 413, 415, 422, 429, 503, 507),
+        **_errors(400, 401, 404, 408, 409, 413, 415, 422, 429, 503, 507),
     },
     openapi_extra={"requestBody": SCORE_BODY, "parameters": [KEY_HEADER], **SECURED},
 )
 async def score(request: Request) -> Response:
-    """Score rows; headers of the answer say what it cost and whether it was free."""
-    state = admit(request)
+    """Score rows; response headers give the cost and whether it was replayed."""
+    service = admit(request)
     key = request.headers.get("idempotency-key", "")
     if not KEY.fullmatch(key):
         raise WireError("the header Idempotency-Key must be 1 to 128 letters, digits or _ . : -")
     as_json = _content(request, BINARY, JSON) == JSON
-    limits = state.setup.limits
+    limits = service.setup.limits
     announced = request.headers.get("content-length")
     most = min(limits.body, limits.json) if as_json else limits.body
-    async with state.bodies.read(request.stream(), announced, most) as body:
-        answer, replayed = await state.answer(key, body, as_json)
+    async with service.bodies.read(request.stream(), announced, most) as body:
+        answer, replayed = await service.answer(key, body, as_json)
     headers = {
         "X-Flops-Key": key,
         "X-Flops-Queries": str(answer.cost.queries),
@@ -188,7 +190,7 @@ async def score(request: Request) -> Response:
             logits = wire.decode(bytearray(answer.body), {"logits": torch.float32})[0]["logits"]
             return JSONResponse(answer_json(logits, answer.cost, replayed), headers=headers)
 
-        return written() if len(answer.body) < LARGE else await state.in_thread(written)
+        return written() if len(answer.body) < LARGE else await service.in_thread(written)
     headers["X-Flops-Digest"] = wire.digest(answer.body)
     return Response(answer.body, media_type=BINARY, headers=headers)
 
@@ -219,12 +221,12 @@ def create_app(setup: Setup) -> FastAPI:
     """The service as an ASGI application.
 
     Args:
-        setup: Model, ledger and limits; the ledger is closed at the end.
+        setup: Model, answer store and limits; the store is closed at the end.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = State(setup)
+        app.state.service = Service(setup)
         yield
         app.state.service.close()
 
@@ -233,7 +235,7 @@ def create_app(setup: Setup) -> FastAPI:
         version="1",
         description="Logits of a frozen model for prompts. It never returns weights or gradients.",
         lifespan=lifespan,
-        openapi_url=None,  # routes of our own, which want the key unless this machine asks
+        openapi_url=None,  # our own routes, which need the key unless only local
         docs_url=None,
         redoc_url=None,
     )
@@ -256,7 +258,7 @@ def _content(request: Request, *allowed: str) -> str:
 
 
 def _handlers(app: FastAPI) -> None:
-    """Every refusal is {"error": ...}, without a trace of the inside."""
+    """Every error is {"error": ...}, without internals."""
 
     @app.exception_handler(WireError)
     async def refused(_: Request, error: WireError) -> JSONResponse:
@@ -269,13 +271,13 @@ def _handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, _: ClientDisconnect) -> JSONResponse:
-        log.warning("%s %s: the client went away", request.method, request.url.path[:100])
+        log.warning("%s %s: the client disconnected", request.method, request.url.path[:100])
         return JSONResponse({"error": "the body was not complete"}, 400)  # nobody reads it
 
-    @app.exception_handler(LedgerError)
-    async def unreadable(_: Request, error: LedgerError) -> JSONResponse:
+    @app.exception_handler(StoreError)
+    async def unreadable(_: Request, error: StoreError) -> JSONResponse:
         log.error("%s", error)
-        message = {"error": "the ledger cannot be read; try again"}
+        message = {"error": "the answer store cannot be read; try again"}
         return JSONResponse(message, 503, {"Retry-After": "1"})
 
     @app.exception_handler(RequestValidationError)
@@ -303,7 +305,7 @@ class _Counted:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self._service.state.service.requests.statuses[message["status"]] += 1
+                self._service.state.service.metrics.statuses[message["status"]] += 1
             await send(message)
 
         await self._app(scope, receive, counted if scope["type"] == "http" else send)

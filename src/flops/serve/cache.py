@@ -1,4 +1,4 @@
-"""A bounded cache of features whose rows lie in one tensor, so that many are gathered at once."""
+"""LRU cache of features whose rows lie in one tensor, so that many are gathered at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 
-class Slab:
-    """Rows of features by key; the least recently used make room."""
+class FeatureCache:
+    """Rows of features by key; the least recently used are evicted."""
 
     def __init__(self, slots: int, shape: Sequence[int]) -> None:
         self.rows = torch.empty(slots, *shape)
@@ -37,5 +37,5 @@ class Slab:
         return slots, missing
 
     def clear(self) -> None:
-        """Forget everything, for instance slots that were not filled because of an error."""
+        """Evict everything, for instance slots that were not filled because of an error."""
         self._slots.clear()

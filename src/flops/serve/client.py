@@ -1,7 +1,7 @@
-"""The client: asks again until it has every answer, and pays for each once.
+"""The client: retries until it has every answer, and pays for each once.
 
-A request carries an idempotency key, and every attempt sends the same bytes under the same key, so
-asking again is always safe: what the service has already computed comes back free.
+Every attempt of a request sends the same bytes under the same idempotency key, so a retry is always
+safe: what the service has already computed comes back free.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from flops.serve.codec import BINARY, WireError, decode, digest, encode
 from flops.serve.credentials import checked_key, checked_url
-from flops.serve.retry import AGAIN, Retries, Retry, ServiceError, checked
+from flops.serve.retry import RETRYABLE, RetryableError, RetryPolicy, ServiceError, checked
 from flops.serve.schema import KEY, ScoreRequest
 
 T = TypeVar("T")
-CONTACT = 2.5  # seconds for a service to answer when it is first asked
-__all__ = ["Query", "Scores", "ServiceClient", "ServiceError", "first_contact"]
+CONNECT_SECONDS = 2.5  # for a service to answer the first request
+__all__ = ["KeyedScoreRequest", "Scores", "ServiceClient", "ServiceError", "check_service"]
 
 
 @dataclass(frozen=True, eq=False)
-class Query(ScoreRequest):
+class KeyedScoreRequest(ScoreRequest):
     """Rows to score under one key: see `ServiceClient.score`."""
 
     key: str
@@ -66,12 +66,12 @@ class ServiceClient:
         timeout: float = 60.0,
         concurrency: int = 8,
         attempts: int = 12,
-        retries: Retries | None = None,
+        retries: RetryPolicy | None = None,
     ) -> None:
         self.url = checked_url(url)
         api_key = None if api_key is None else checked_key(api_key)
         self.concurrency = concurrency
-        self._retries = retries or Retries(attempts)
+        self._retries = retries or RetryPolicy(attempts)
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -93,10 +93,10 @@ class ServiceClient:
 
     def info(self) -> dict[str, Any]:
         """What the service says about its model and limits."""
-        return self._ask("GET", "/v1/info", _info)
+        return self._request("GET", "/v1/info", _info)
 
     def usage(self) -> dict[str, int]:
-        """Totals of the service's ledger."""
+        """Totals of the service's answer store."""
         return self._json("/v1/usage")
 
     def upload(self, pixels: Tensor) -> str:
@@ -110,10 +110,10 @@ class ServiceClient:
 
         def read(response: httpx.Response) -> str:
             if _object(response).get("points") != name:
-                raise Retry("the answer to the upload does not name the points")
+                raise RetryableError("the answer to the upload does not name the points")
             return name
 
-        return self._ask("PUT", f"/v1/points/{name}", read, body)
+        return self._request("PUT", f"/v1/points/{name}", read, body)
 
     def score(
         self,
@@ -140,36 +140,38 @@ class ServiceClient:
             ServiceError: The service refuses, gives an answer that is not finite, or none that can
                 be read in all attempts.
         """
-        return self.ask(Query(points, rows, text, text_of, image, image_of, key))
+        return self.send(KeyedScoreRequest(points, rows, text, text_of, image, image_of, key))
 
-    def ask(self, query: Query) -> Scores:
-        """`score`, with the arguments in one."""
-        if not KEY.fullmatch(query.key):
-            raise ServiceError(f"the key {query.key!r} is not 1 to 128 letters, digits or _ . : -")
-        body = query.body()
+    def send(self, request: KeyedScoreRequest) -> Scores:
+        """As `score`, with the arguments in one."""
+        if not KEY.fullmatch(request.key):
+            raise ServiceError(
+                f"the key {request.key!r} is not 1 to 128 letters, digits or _ . : -"
+            )
+        body = request.body()
 
         def read(response: httpx.Response) -> Scores:
-            scores = _scores(response, len(query.rows), query.key)
+            scores = _scores(response, len(request.rows), request.key)
             if not bool(torch.isfinite(scores.logits).all()):
                 raise ServiceError(
-                    f"the answer to {query.key} from {self.url} has logits that are not finite"
+                    f"the answer to {request.key} from {self.url} has logits that are not finite"
                 )
             return scores
 
-        scores = self._ask("POST", "/v1/score", read, body, query.key)
+        scores = self._request("POST", "/v1/score", read, body, request.key)
         self._count("answers")
         self._count("replays", int(scores.replayed))
         return scores
 
-    def ask_many(self, queries: Iterable[Query]) -> Iterator[tuple[int, Scores]]:
-        """Ask with bounded concurrency, and yield (position, scores) of each answer as it arrives.
+    def send_many(self, requests: Iterable[KeyedScoreRequest]) -> Iterator[tuple[int, Scores]]:
+        """Send with bounded concurrency, and yield (position, scores) of each answer as it arrives.
 
-        If one fails, no more are sent, those on their way are still yielded, and then the error is
+        If one fails, no more are sent, those in flight are still yielded, and then the error is
         raised: no answer that was paid for is lost.
         """
         waiting: dict[Future[Scores], int] = {}
         error: BaseException | None = None
-        source = enumerate(queries)
+        source = enumerate(requests)
         pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="score")
         try:
             while True:
@@ -177,7 +179,7 @@ class ServiceClient:
                     following = next(source, None)
                     if following is None:
                         break
-                    waiting[pool.submit(self.ask, following[1])] = following[0]
+                    waiting[pool.submit(self.send, following[1])] = following[0]
                 if not waiting:
                     break
                 for future in wait(waiting, return_when=FIRST_COMPLETED).done:
@@ -203,9 +205,9 @@ class ServiceClient:
         self.close()
 
     def _json(self, path: str) -> dict[str, Any]:
-        return self._ask("GET", path, _object)
+        return self._request("GET", path, _object)
 
-    def _ask(
+    def _request(
         self,
         method: str,
         path: str,
@@ -233,22 +235,20 @@ class ServiceClient:
             self._counts[name] += by
 
 
-def first_contact(url: str, api_key: str | None = None) -> None:
-    """Make sure within 3 seconds that a `flops serve` answers there and takes the key.
-
-    Only a service that has answered before is worth waiting for longer.
+def check_service(url: str, api_key: str | None = None) -> None:
+    """Check within 3 seconds that a `flops serve` answers there and accepts the key.
 
     Raises:
         ServiceError: One line that names the option to change.
     """
     url = checked_url(url)
     headers = {} if api_key is None else {"Authorization": f"Bearer {checked_key(api_key)}"}
-    end = time.monotonic() + CONTACT
+    end = time.monotonic() + CONNECT_SECONDS
     with httpx.Client(headers=headers, trust_env=False) as http:
         while True:
             try:
                 response, content = _start_of(http, f"{url}/v1/info", end)
-                problem = _stranger(response, content, url, api_key is not None)
+                problem = _problem(response, content, url, api_key is not None)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = (
                     f"no service answers at {url} ({type(error).__name__}): start one with `flops "
@@ -256,13 +256,13 @@ def first_contact(url: str, api_key: str | None = None) -> None:
                 )
             if problem is None:
                 return
-            if time.monotonic() + 0.6 > end:  # the network may have spoilt the others
+            if time.monotonic() + 0.6 > end:  # earlier attempts may have failed by the network
                 raise ServiceError(problem)
             time.sleep(0.2)
 
 
 def _start_of(http: httpx.Client, url: str, end: float) -> tuple[httpx.Response, bytes]:
-    """An answer and its first megabytes: what is no service may send without end."""
+    """A response and its first megabytes: another server may send without end."""
     content, timeout = b"", max(0.1, end - time.monotonic()) / 2  # to connect, and to answer
     with http.stream("GET", url, timeout=timeout) as response:
         for piece in response.iter_raw():
@@ -272,14 +272,14 @@ def _start_of(http: httpx.Client, url: str, end: float) -> tuple[httpx.Response,
     return response, content
 
 
-def _stranger(response: httpx.Response, content: bytes, url: str, keyed: bool) -> str | None:
-    """Why this is not an answer of a service to us; None if it is."""
+def _problem(response: httpx.Response, content: bytes, url: str, keyed: bool) -> str | None:
+    """Why this is not the response of a service; None if it is."""
     status = response.status_code
     if status in (401, 403):
-        shown = "refuses the key" if keyed else "wants a key"
+        shown = "rejects the key" if keyed else "needs a key"
         option = "give it with --api-key-env or --api-key-file"
         raise ServiceError(f"the service at {url} {shown} ({status}): {option}")
-    if status in AGAIN and "retry-after" in response.headers:
+    if status in RETRYABLE and "retry-after" in response.headers:
         return None  # a service that is busy
     try:
         found = json.loads(content) if status == 200 else None
@@ -294,7 +294,7 @@ def _stranger(response: httpx.Response, content: bytes, url: str, keyed: bool) -
 
 
 def _scores(response: httpx.Response, rows: int, key: str) -> Scores:
-    """A checked answer; one that cannot be read is asked for again."""
+    """A checked answer; one that cannot be read is requested again."""
     headers = response.headers
     try:
         logits = decode(bytearray(response.content), {"logits": torch.float32})[0]["logits"]
@@ -303,9 +303,9 @@ def _scores(response: httpx.Response, rows: int, key: str) -> Scores:
         matches = headers["X-Flops-Key"] == key
         whole = headers["X-Flops-Digest"] == digest(response.content)
     except (WireError, KeyError, ValueError) as error:
-        raise Retry(f"the answer cannot be read: {error}") from error
+        raise RetryableError(f"the answer cannot be read: {error}") from error
     if not matches or not whole or logits.ndim != 2 or len(logits) != rows:
-        raise Retry(f"the answer is not that of {rows} rows under this key")
+        raise RetryableError(f"the answer is not that of {rows} rows under this key")
     queries, texts, images = cost
     return Scores(logits, queries, texts, images, replayed)
 
@@ -314,14 +314,14 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     try:
         found = json.loads(response.content)
     except (ValueError, RecursionError) as error:
-        raise Retry("the answer is not JSON") from error
+        raise RetryableError("the answer is not JSON") from error
     if not isinstance(found, dict):
-        raise Retry("the answer is not a JSON object")
+        raise RetryableError("the answer is not a JSON object")
     return found
 
 
 def _info(response: httpx.Response) -> dict[str, Any]:
     found = _object(response)
     if "digest" not in found or "limits" not in found:
-        raise Retry("the answer does not say what the service is")
+        raise RetryableError("the answer does not say what the service is")
     return found

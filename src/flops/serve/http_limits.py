@@ -1,7 +1,7 @@
-"""Guards connections: bounds and deadlines of request heads, and how many may be open.
+"""HTTP limits: size and deadline of request headers, and open connections.
 
-uvicorn's own protocols wait for a head without end, and stop accepting when the process has no file
-descriptors left, so that some thousand idle connections shut everyone out.
+uvicorn's own protocols wait for headers forever, and stop accepting when the process runs out of
+file descriptors, so that a few thousand idle connections lock everyone out.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import asyncio
 import time
 from typing import Any
 
-HEAD = 65536  # most bytes of a request's first line and headers
-PIPELINED = 64  # most requests of a connection that wait for the one before them
+HEAD = 65536  # most bytes of a request line and headers
+PIPELINED = 64  # most pipelined requests of a connection
 
 
-def _refusal(status: str) -> bytes:
+def _error(status: str) -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
 
 
-TOO_LARGE = _refusal("431 Request Header Fields Too Large")
-TOO_SLOW = _refusal("408 Request Timeout")
-TOO_MANY = _refusal("503 Service Unavailable")
+TOO_LARGE = _error("431 Request Header Fields Too Large")
+TOO_SLOW = _error("408 Request Timeout")
+TOO_MANY = _error("503 Service Unavailable")
 
 
-class Guard:
-    """Comes before a protocol of uvicorn among a class's bases.
+class HTTPLimits:
+    """Mixin for a protocol of uvicorn.
 
     Attributes:
-        patience: Seconds for a head to arrive, from the connection or the last answer's next byte.
+        patience: Seconds for headers to arrive, from the connection or the first byte.
         most: Open connections. One more closes the one that has been idle for longest.
     """
 
     patience = 10.0
     most = 2048
 
-    # of the protocol of uvicorn
+    # attributes of the protocol
     transport: Any
     connections: set[Any]
     loop: asyncio.AbstractEventLoop
@@ -44,13 +44,13 @@ class Guard:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.since = time.monotonic()  # when it last became idle
-        self._head = 0  # bytes of a head that is not complete
-        self._deaf = False
+        self._head = 0  # bytes of incomplete headers
+        self._closed = False  # ignores further data
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a request is read or answered."""
+        """Whether a request is being read or answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:
@@ -62,19 +62,19 @@ class Guard:
         idle = (other for other in self.connections if other is not self and not other.busy)
         oldest = min(idle, key=lambda other: other.since, default=None)
         if oldest is None:
-            self._refuse(TOO_MANY)
+            self._reject(TOO_MANY)
             return
         self.connections.discard(oldest)  # closing takes a turn of the loop
         oldest.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Forget the deadline."""
+        """Cancel the deadline."""
         self._disarm()
         super().connection_lost(error)  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
         """Parse what has arrived."""
-        if self._deaf:
+        if self._closed:
             return
         super().data_received(data)  # type: ignore[misc]
         if self.transport.is_closing():
@@ -86,12 +86,12 @@ class Guard:
             return
         self._head += len(data)
         if self._head > HEAD:
-            self._refuse(TOO_LARGE)
+            self._reject(TOO_LARGE)
         elif self._deadline is None:
             self._arm()
 
     def on_response_complete(self) -> None:
-        """An answer was sent."""
+        """A response was sent."""
         self.since, self._head = time.monotonic(), 0
         super().on_response_complete()  # type: ignore[misc]
 
@@ -106,7 +106,7 @@ class Guard:
         """Answer the oldest of too many pipelined requests, the last with Connection: close."""
         if len(getattr(self, "pipeline", ())) <= PIPELINED:
             return
-        self._deaf = True
+        self._closed = True
         while len(self.pipeline) > PIPELINED:
             self.pipeline.popleft()
         self.cycle = self.pipeline[0][0]  # the newest is on the left
@@ -123,19 +123,19 @@ class Guard:
     def _late(self) -> None:
         self._deadline = None
         if not self.busy and not self.transport.is_closing():
-            self._refuse(TOO_SLOW)
+            self._reject(TOO_SLOW)
 
-    def _refuse(self, answer: bytes) -> None:
-        self._deaf = True
-        self.transport.write(answer)
+    def _reject(self, response: bytes) -> None:
+        self._closed = True
+        self.transport.write(response)
         self.transport.close()
 
 
-def guarded(patience: float, most: int) -> type[asyncio.Protocol]:
-    """The protocol with the fast parser of HTTP if it is installed, else the other one."""
+def limited_protocol(patience: float, most: int) -> type[asyncio.Protocol]:
+    """Uvicorn's httptools protocol if that is installed, else its h11 one, with these limits."""
     base: type[asyncio.Protocol]
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
     except ImportError:
         from uvicorn.protocols.http.h11_impl import H11Protocol as base
-    return type("GuardedProtocol", (Guard, base), {"patience": patience, "most": most})
+    return type("LimitedProtocol", (HTTPLimits, base), {"patience": patience, "most": most})

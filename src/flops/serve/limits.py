@@ -1,4 +1,4 @@
-"""Limits: what one request may hold, how many there may be, and how fast they may come."""
+"""Limits on the size, number and rate of requests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import ipaddress
 import math
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+from cachetools import LRUCache
 
 from flops.serve.codec import WireError
 
@@ -25,12 +26,12 @@ class Limits:
         upload: Bytes of an upload of points.
         points: Points of an upload.
         stored: Bytes of all uploads together.
-        memory: Bytes of all bodies that are held at a time.
-        queue: Requests that wait or are computed at a time.
+        memory: Bytes of all request bodies in memory.
+        queue: Requests in flight.
         tokens: Prompt tokens, as far as the model allows.
         rate: Requests per second; 0 for no limit.
         patience: Seconds for a body to arrive.
-        ledger: Bytes of the ledger's file.
+        store: Bytes of the answer store's file.
     """
 
     rows: int = 1024
@@ -44,17 +45,17 @@ class Limits:
     tokens: int = 16
     rate: float = 1000.0
     patience: float = 60.0
-    ledger: int = 16 * 2**30
+    store: int = 16 * 2**30
 
 
 @dataclass
-class Rate:
-    """A bucket of tokens that fills at a rate; a request takes one or is told when to come back.
+class TokenBucket:
+    """A token bucket: a request takes a token or is told when to retry.
 
     Args:
         rate: Tokens per second; 0 for no limit.
-        clock: Seconds.
-        burst: Most tokens; None for those of a second.
+        clock: Returns seconds.
+        burst: Most tokens; None for one second's.
     """
 
     rate: float
@@ -92,41 +93,38 @@ class Rate:
         return 0.0 if self._tokens >= 1 else (1 - self._tokens) / self.rate
 
 
-class Guesses:
-    """Limits wrong keys for each address, or nobody's key would be safe from being guessed.
+class WrongKeyLimit:
+    """Limits wrong API keys per address, against brute force.
 
-    Whoever has used up the guesses is sent away before the key is looked at; a right key waits too,
-    since it would be known by being let in. Right keys cost nothing.
+    An address over its limit is rejected before its key is compared; a right key is rejected too,
+    or its acceptance would reveal it. Right keys cost nothing.
 
     Args:
         rate: Wrong keys per second and address.
         burst: Wrong keys that may come at once.
-        addresses: Most that are remembered; the oldest is forgotten.
+        addresses: Most that are tracked; the least recently used is evicted.
     """
 
     def __init__(self, rate: float = 5.0, burst: float = 40.0, addresses: int = 4096) -> None:
-        self._rate, self._burst, self._most = rate, burst, addresses
-        self._found: OrderedDict[str, Rate] = OrderedDict()
+        self._rate, self._burst = rate, burst
+        self._buckets: LRUCache[str, TokenBucket] = LRUCache(addresses)
 
     def check(self, address: str) -> None:
-        """Before a key is looked at.
+        """Check the limit, before a key is compared.
 
         Raises:
             WireError: 429, with the seconds to wait.
         """
-        bucket = self._found.get(_network(address))
+        bucket = self._buckets.get(_network(address))
         seconds = bucket.wait() if bucket is not None else 0.0
         if seconds:
             raise WireError("too many wrong keys from this address", 429, seconds)
 
     def count(self, address: str) -> None:
-        """A key was wrong."""
+        """Count a wrong key."""
         name = _network(address)
-        bucket = self._found.setdefault(name, Rate(self._rate, burst=self._burst))
-        self._found.move_to_end(name)
+        bucket = self._buckets.setdefault(name, TokenBucket(self._rate, burst=self._burst))
         bucket.take()
-        if len(self._found) > self._most:
-            self._found.popitem(last=False)
 
 
 def _network(address: str) -> str:
@@ -140,11 +138,11 @@ def _network(address: str) -> str:
     return str(ipaddress.ip_network(f"{parsed}/64", strict=False))
 
 
-class Bodies:
-    """Reads bodies piece by piece, and refuses as soon as a limit is passed.
+class BodyReader:
+    """Reads request bodies in chunks, and rejects them as soon as a limit is exceeded.
 
     Args:
-        memory: Bytes of all bodies that are held at a time.
+        memory: Bytes of all request bodies in memory.
         patience: Seconds for a body to arrive.
     """
 
@@ -165,7 +163,7 @@ class Bodies:
             most: Most bytes of this body.
 
         Raises:
-            WireError: 413, 408, or 429 if others hold the memory.
+            WireError: 413, 408, or 429 if other bodies fill the memory.
         """
         body = bytearray()
         try:
@@ -192,7 +190,7 @@ class Bodies:
             self.held -= len(body)
 
     async def _drop(self, pieces: AsyncIterator[bytes], most: int) -> None:
-        """Let a little more pass unread, so that the sender gets to read the refusal."""
+        """Discard a little more, so that the sender gets to read the error."""
         dropped = 0
         try:
             async with asyncio.timeout(2):

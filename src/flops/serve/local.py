@@ -1,4 +1,4 @@
-"""A service of one's own: `flops serve` in a process beside this one, started again if it dies."""
+"""`flops serve` as a child process, restarted if it dies."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ class LocalService:
     """`flops serve` on a free port of this machine, for as long as the context is open.
 
     Args:
-        ledger: File of its answers: it must outlive the process for repeats to be free.
+        store: File of its answer store: it must outlive the process for repeats to be free.
         options: Further options of `flops serve`.
 
     Attributes:
-        url: Where it answers.
-        restarts: How often it had to be started again.
+        url: Its address.
+        restarts: How often it was restarted.
     """
 
-    def __init__(self, ledger: Path, options: Sequence[str] = ()) -> None:
-        self._ledger, self._options = ledger, list(options)
+    def __init__(self, store: Path, options: Sequence[str] = ()) -> None:
+        self._store, self._options = store, list(options)
         self._closing = threading.Event()
         self.url, self.restarts, self._port = "", 0, 0
 
     def __enter__(self) -> LocalService:
         self._process = self._start()
-        self._guard = threading.Thread(target=self._watch, daemon=True)
-        self._guard.start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._end()
-        self._guard.join(WAIT)
+        self._watcher.join(WAIT)
         self._end()  # one that was just being started again
 
     @property
@@ -60,12 +60,12 @@ class LocalService:
         _close(self._process)
 
     def _start(self) -> subprocess.Popen[str]:
-        self._ledger.parent.mkdir(parents=True, exist_ok=True)
+        self._store.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "flops", "serve", "--json", "--rate", "0"]
-        command += ["--with-parent"]  # else it outlives a killed tuner, and keeps the ledger locked
+        command += ["--with-parent"]  # else it outlives a killed tuner, and keeps the store locked
         command += ["--max-ledger", str(2**20)]  # a terabyte: its disk is the user's own
-        command += ["--port", str(self._port), "--ledger", str(self._ledger), *self._options]
-        log = self._ledger.with_suffix(".log")
+        command += ["--port", str(self._port), "--ledger", str(self._store), *self._options]
+        log = self._store.with_suffix(".log")
         with log.open("a", encoding="utf-8") as errors:
             process = subprocess.Popen(
                 command,
@@ -73,7 +73,7 @@ class LocalService:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for the tuner, which ends it in order
+                start_new_session=True,  # Ctrl-C is for the tuner, which stops it with SIGTERM
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         assert process.stdout is not None
@@ -90,7 +90,7 @@ class LocalService:
         return process
 
     def _watch(self) -> None:
-        """Start it again on the same port; whoever waits for an answer asks again."""
+        """Restart it on the same port; clients retry."""
         while not self._closing.is_set():
             self._process.wait()
             if self._closing.is_set():

@@ -1,40 +1,71 @@
-"""Counters in the text format that Prometheus reads."""
+"""Metrics of the service for Prometheus."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-class Requests:
-    """How many requests had which status."""
+HELP = {
+    "rows": "Rows computed",
+    "rounds": "Calls of the scorer",
+    "model_seconds": "Seconds of the model",
+    "batches": "Batches encoded",
+    "encoded": "Rows of batches that were not padding",
+    "padding": "Rows of batches that were padding",
+    "text_hits": "Text features found in the cache",
+    "text_misses": "Text features encoded",
+    "image_hits": "Image features found in the cache",
+    "image_misses": "Image features encoded",
+    "waiting_requests": "Requests in flight",
+    "held_bytes": "Bytes of request bodies in memory",
+    "resident_bytes": "Resident memory of the process",
+}
 
-    def __init__(self) -> None:
+
+class Metrics(Collector):
+    """Reads counters and gauges when it is scraped, from a registry of its own.
+
+    Args:
+        counters: Returns values by name.
+        gauges: Likewise.
+
+    Attributes:
+        statuses: HTTP responses by status.
+    """
+
+    def __init__(
+        self,
+        counters: Callable[[], Mapping[str, float]],
+        gauges: Callable[[], Mapping[str, float]],
+    ) -> None:
         self.statuses: Counter[int] = Counter()
+        self._counters, self._gauges = counters, gauges
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
-    def lines(self) -> list[str]:
-        """One line for every status."""
-        return [
-            "# TYPE flops_http_requests_total counter",
-            *(
-                f'flops_http_requests_total{{status="{status}"}} {count}'
-                for status, count in sorted(self.statuses.items())
-            ),
-        ]
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as `prometheus_client` reads them."""
+        requests = CounterMetricFamily("flops_http_requests", "HTTP responses", labels=["status"])
+        for status, count in sorted(self.statuses.items()):
+            requests.add_metric([str(status)], count)
+        yield requests
+        for name, value in self._counters().items():
+            yield CounterMetricFamily(f"flops_{name}", HELP[name], value)
+        for name, value in self._gauges().items():
+            yield GaugeMetricFamily(f"flops_{name}", HELP[name], value)
 
-
-def exposition(counters: Mapping[str, float], gauges: Mapping[str, float]) -> list[str]:
-    """Lines of metrics by name; names of counters end in total."""
-    lines = []
-    for kind, values in (("counter", counters), ("gauge", gauges)):
-        for name, value in values.items():
-            lines += [f"# TYPE flops_{name} {kind}", f"flops_{name} {value:.10g}"]
-    return lines
+    def exposition(self) -> bytes:
+        """All metrics in the text format of Prometheus."""
+        return generate_latest(self._registry)
 
 
 def resident_bytes() -> int:
-    """Memory of this process, 0 where the system does not say."""
+    """Resident memory of this process, 0 where the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
     except (OSError, ValueError, IndexError):

@@ -1,24 +1,24 @@
-"""The desk: opens a request, and finds out whether it was answered before.
+"""Parses requests, and looks up those that were answered before.
 
-It belongs to the thread of the model, so that a request changes threads as little as possible: to
-the model, from there to the ledger, and back.
+It runs in the model's thread, so that a request changes threads as little as possible: to the
+model, from there to the answer store, and back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from flops.serve.codec import WireError
-from flops.serve.schema import Shape, Units, read_points, read_score
-from flops.serve.scorer import Task
-from flops.serve.store import Answer, Ledger
+from flops.serve.schema import Encodings, Shape, read_points, read_score
+from flops.serve.scorer import ParsedRequest
+from flops.serve.store import AnswerStore, StoredAnswer
 
 
 @dataclass(frozen=True)
-class Letter:
+class RawRequest:
     """A request as it arrived."""
 
     key: str
@@ -28,59 +28,56 @@ class Letter:
 
 
 @dataclass(eq=False)
-class Desk:
-    """Opens letters.
+class RequestParser:
+    """Parses and checks requests.
 
     Args:
-        ledger: Of answers and points.
+        store: Of answers and points.
         shape: What a request may hold.
         channels: Of the model's images.
-        memory: Bytes of points that are held in memory.
+        memory: Bytes of points that are cached, no less than one upload may have.
     """
 
-    ledger: Ledger
+    store: AnswerStore
     shape: Shape
     channels: int
     memory: int
-    _pixels: OrderedDict[str, Tensor] = field(default_factory=OrderedDict, init=False)
 
-    def open(self, letter: Letter) -> Task | Answer:
+    def __post_init__(self) -> None:
+        self._pixels: LRUCache[str, Tensor] = LRUCache(self.memory, Tensor.numel)
+
+    def parse(self, raw: RawRequest) -> ParsedRequest | StoredAnswer:
         """What has to be computed, or the answer that was given before.
 
         Raises:
             WireError: 409 if the key belongs to another body, 404 if there are no such points, 400
-                or 422 if the body does not fit, 507 if the ledger is full.
-            LedgerError: The ledger cannot be read.
+                or 422 if the body is invalid, 507 if the store is full.
+            StoreError: The store cannot be read.
         """
-        kept = self.ledger.find(letter.key)
+        kept = self.store.find(raw.key)
         if kept is not None:
-            if kept.digest != letter.digest:
-                raise taken(letter.key)
+            if kept.digest != raw.digest:
+                raise key_conflict(raw.key)
             return kept
-        request = read_score(letter.body, self.shape, letter.as_json)
+        request = read_score(raw.body, self.shape, raw.as_json)
         pixels = self._points(request.points)
         if int(request.rows.max()) >= len(pixels):
             raise WireError(f"rows must be in 0 to {len(pixels) - 1}, the points that are there")
-        full = None if self.ledger.damaged(letter.key) else self.ledger.full()
+        full = None if self.store.damaged(raw.key) else self.store.full()
         if full is not None:  # before anything is computed
             raise WireError(full, 507)
-        return Task(request, Units.of(request, self.shape.classes), pixels)
+        return ParsedRequest(request, Encodings.of(request, self.shape.classes), pixels)
 
     def _points(self, name: str) -> Tensor:
         pixels = self._pixels.get(name)
         if pixels is None:
-            body = self.ledger.points(name)
+            body = self.store.points(name)
             if body is None:
                 raise WireError(f"no points {name} here; upload them with PUT /v1/points/...", 404)
             pixels = self._pixels[name] = read_points(body, self.shape, self.channels)
-            while len(self._pixels) > 1 and sum(p.numel() for p in self._pixels.values()) > (
-                self.memory
-            ):
-                self._pixels.popitem(last=False)
-        self._pixels.move_to_end(name)
         return pixels
 
 
-def taken(key: str) -> WireError:
-    """The refusal of a key that belongs to another body."""
+def key_conflict(key: str) -> WireError:
+    """The error for a key that belongs to another body."""
     return WireError(f"the Idempotency-Key {key} was used for another body; choose a new one", 409)

@@ -1,8 +1,9 @@
-"""When to ask again and how long to wait: exponential backoff with full jitter."""
+"""When to retry and how long to wait: exponential backoff with full jitter."""
 
 from __future__ import annotations
 
 import email.utils
+import itertools
 import json
 import random
 import threading
@@ -13,20 +14,26 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 import httpx
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
 
 from flops.errors import FlopsError
 
 T = TypeVar("T")
-AGAIN = frozenset({429, 500, 502, 503, 504})
-NEVER = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+RETRYABLE = frozenset({429, 500, 502, 503, 504})
+NOT_RETRYABLE = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 
 
 class ServiceError(FlopsError):
-    """The service refuses, or does not answer as it should."""
+    """The service refuses a request, or its response is invalid."""
 
 
-class Retry(Exception):
-    """This attempt failed in a way that another may not."""
+class RetryableError(Exception):
+    """This attempt failed in a way that another may not.
+
+    Args:
+        reason: For the error message of the last attempt.
+        after: Seconds of Retry-After, if the service sent it.
+    """
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
@@ -34,24 +41,24 @@ class Retry(Exception):
 
 
 @dataclass
-class Retries:
-    """Tries again after uniform(0, min(longest, first * 2^n)) seconds, as Brooker (2015) advises.
+class RetryPolicy:
+    """Waits uniform(0, min(maximum, initial * 2^n)) seconds before retry n (Brooker, 2015).
 
-    Retry-After is waited for in full, and the jitter on top of it, so that those who were sent away
-    together do not come back together. The jitter has a generator of its own.
+    Retry-After is waited for in full, with the jitter on top of it, so that clients that were
+    rejected together do not come back together. The jitter has a generator of its own.
 
     Args:
         attempts: Tries before it is an error.
-        first: Mean of the first wait is half of this.
-        longest: Bound of the jitter in seconds.
-        obey: Most seconds of Retry-After that are waited for.
+        initial: Bound of the first jitter in seconds.
+        maximum: Bound of any jitter in seconds.
+        max_retry_after: Most seconds of Retry-After that are waited for.
         sleep: Waits.
     """
 
     attempts: int = 12
-    first: float = 0.1
-    longest: float = 10.0
-    obey: float = 120.0
+    initial: float = 0.1
+    maximum: float = 10.0
+    max_retry_after: float = 120.0
     sleep: Callable[[float], None] = time.sleep
     _random: random.Random = field(default_factory=random.Random, init=False)
     _drawing: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -64,47 +71,67 @@ class Retries:
         """The result of the first attempt that succeeds.
 
         Args:
-            attempt: Of its number, from 0 on.
-            name: Of what is asked, for errors.
+            attempt: Called with its number, from 0 on.
+            name: Of the request, for errors.
 
         Raises:
             ServiceError: Refused, or all attempts failed.
         """
-        for number in range(self.attempts):
+        numbers = itertools.count()
+
+        def failed(state: RetryCallState) -> T:
+            error = _error(state)
+            reason = str(error)
+            if not isinstance(error, RetryableError):
+                reason = f"{type(error).__name__} {error}".strip()
+            raise ServiceError(
+                f"{name}: no usable answer in {self.attempts} attempts; the last: {reason}"
+            ) from error
+
+        def once() -> T:
             try:
-                return attempt(number)
-            except NEVER as error:
+                return attempt(next(numbers))
+            except NOT_RETRYABLE as error:
                 raise ServiceError(f"{name}: {error}") from error
-            except (httpx.TransportError, httpx.DecodingError) as error:
-                reason, after = f"{type(error).__name__} {error}".strip(), 0.0
-                cause: Exception = error
-            except Retry as error:
-                reason, after, cause = str(error), error.after or 0.0, error
-            if number + 1 == self.attempts:
-                raise ServiceError(
-                    f"{name}: no usable answer in {self.attempts} attempts; the last: {reason}"
-                ) from cause
-            self.sleep(min(after, self.obey) + self.jitter(number))
-        raise AssertionError("unreachable")
+
+        retrying = Retrying(
+            stop=stop_after_attempt(self.attempts),
+            wait=self._wait,
+            retry=retry_if_exception_type(
+                (RetryableError, httpx.TransportError, httpx.DecodingError)
+            ),
+            sleep=self.sleep,
+            retry_error_callback=failed,
+        )
+        return retrying(once)
+
+    def _wait(self, state: RetryCallState) -> float:
+        after = getattr(_error(state), "after", None) or 0.0
+        return min(after, self.max_retry_after) + self.jitter(state.attempt_number - 1)
 
     def jitter(self, number: int) -> float:
         """Seconds to wait after attempt number `number`."""
+        bound = min(self.maximum, self.initial * 2.0 ** min(number, 60))
         with self._drawing:
-            return self._random.uniform(0, min(self.longest, self.first * 2.0 ** min(number, 60)))
+            return self._random.uniform(0, bound)
+
+
+def _error(state: RetryCallState) -> BaseException | None:
+    return None if state.outcome is None else state.outcome.exception()
 
 
 def checked(response: httpx.Response, name: str) -> httpx.Response:
     """A successful response.
 
     Raises:
-        Retry: A status after which another attempt may succeed.
+        RetryableError: A status after which another attempt may succeed.
         ServiceError: Any other.
     """
     if response.status_code in (200, 201):
         return response
     message = f"{response.status_code}: {_message(response)}"
-    if response.status_code in AGAIN:
-        raise Retry(message, seconds(response.headers.get("retry-after")))
+    if response.status_code in RETRYABLE:
+        raise RetryableError(message, seconds(response.headers.get("retry-after")))
     raise ServiceError(f"{name}: {message}")
 
 

@@ -1,8 +1,8 @@
-"""Dynamic batching: whatever has arrived while the model was busy is computed together.
+"""Dynamic batching: requests that arrived while the model was busy are computed together.
 
-One thread opens requests and runs the model. Its answers go to the ledger, which writes them while
-the next are computed; a caller gets an answer when it is on disk. There is no need to wait for
-company under load; alone, a request that does not fill a batch waits `window` seconds for others.
+One thread parses requests and runs the model. Its answers go to the store, which writes them while
+the next are computed; a caller gets an answer when it is on disk. Under load no request waits; when
+idle, one that does not fill a batch waits for the batching window, `window` seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flops.serve.codec import WireError, encode
-from flops.serve.request_parsing import Desk, Letter
-from flops.serve.scorer import Scorer, Task
-from flops.serve.store import Answer, Ledger, LedgerError
+from flops.serve.request_parsing import RawRequest, RequestParser
+from flops.serve.scorer import ParsedRequest, Scorer
+from flops.serve.store import AnswerStore, StoredAnswer, StoreError
 
 log = logging.getLogger("flops.serve")
 ROUND = 8  # batches of images that are computed before their answers are written
@@ -29,31 +29,32 @@ ROUND = 8  # batches of images that are computed before their answers are writte
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A letter and who waits for the answer; True is for one that was given before."""
+    """A request and the future of its answer; True is for one that was given before."""
 
-    letter: Letter
-    future: asyncio.Future[tuple[Answer, bool]]
+    raw: RawRequest
+    future: asyncio.Future[tuple[StoredAnswer, bool]]
 
 
-Outcome = tuple[Job, Answer | Exception, bool]
+Work = tuple[Job, ParsedRequest]
+Outcome = tuple[Job, StoredAnswer | Exception, bool]
 
 
 @dataclass(eq=False)
-class Batcher:
+class Scheduler:
     """Queue and thread of the model.
 
     Args:
-        desk: Opens the requests.
+        parser: Parses the requests.
         scorer: Computes.
-        ledger: Keeps the answers.
-        queue: Most requests that wait or are computed.
-        window: Seconds to wait for company of a request that does not fill a batch.
+        store: Keeps the answers.
+        queue: Most requests in flight.
+        window: Batching window: seconds to wait for others when a batch is not full.
         threads: Of torch; None for its own choice.
     """
 
-    desk: Desk
+    parser: RequestParser
     scorer: Scorer
-    ledger: Ledger
+    store: AnswerStore
     queue: int = 1024
     window: float = 0.002
     threads: int | None = None
@@ -65,26 +66,28 @@ class Batcher:
 
     def __post_init__(self) -> None:
         self._jobs: deque[Job] = deque()
-        self._carried: deque[tuple[Job, Task]] = deque()  # did not fit into the last round
+        self._carried: deque[Work] = deque()  # did not fit into the last round
         self._news = threading.Condition()
         self._stop = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
-    async def score(self, letter: Letter) -> tuple[Answer, bool]:
+    async def score(self, raw: RawRequest) -> tuple[StoredAnswer, bool]:
         """Compute, keep and return an answer, or find it; True if it was found.
 
         Raises:
-            WireError: 429 if too many wait, what `Desk.open` raises, 422 if logits are not finite,
-                503 if the answer cannot be kept, 500 if the model fails.
+            WireError: 429 if too many are in flight, what `RequestParser.parse` raises, 422 if
+                logits are not finite, 503 if the answer cannot be stored, 500 if the model fails.
         """
         if self.waiting >= self.queue:
             speed = self.requests / self.busy if self.busy else self.queue
             raise WireError(
-                f"{self.waiting} requests wait, as many as may", 429, self.waiting / max(speed, 1)
+                f"{self.waiting} requests are in flight, the most allowed",
+                429,
+                self.waiting / max(speed, 1),
             )
-        job = Job(letter, self._loop.create_future())
+        job = Job(raw, self._loop.create_future())
         self.waiting += 1
         try:
             with self._news:
@@ -95,7 +98,7 @@ class Batcher:
             self.waiting -= 1
 
     def close(self) -> None:
-        """Finish what waits and end the thread."""
+        """Finish the requests in flight and end the thread."""
         with self._news:
             self._stop = True
             self._news.notify()
@@ -122,15 +125,15 @@ class Batcher:
                 continue
             self.rounds += 1
             self.requests += len(works)
-            self.rows += sum(task.units.cost.queries for _, task in works)
+            self.rows += sum(task.encodings.cost.queries for _, task in works)
             self.busy += time.perf_counter() - started
             self._keep(works, found)
 
-    def _round(self) -> list[tuple[Job, Task]]:
+    def _round(self) -> list[Work]:
         """What is computed next: as much as the scorer takes at once, in full batches if it can."""
         batch = self.scorer.image_batch
         most = min(ROUND * batch, self.scorer.most_images)
-        works: list[tuple[Job, Task]] = []
+        works: list[Work] = []
         rows = texts = 0
         end = time.monotonic() + self.window
         while True:
@@ -140,16 +143,16 @@ class Batcher:
                     break
                 continue
             task = work[1]
-            rows, texts = rows + len(task.units.images), texts + len(task.request.text)
+            rows, texts = rows + len(task.encodings.images), texts + len(task.request.text)
             if works and (rows > most or texts > self.scorer.most_texts):
                 self._carried.appendleft(work)
-                rows -= len(task.units.images)
+                rows -= len(task.encodings.images)
                 break
             works.append(work)
-        # What would be padded to a batch of its own may have company in the next round.
+        # What would be padded to a batch of its own may fill one in the next round.
         extra = rows % batch if rows > batch else 0
-        while len(works) > 1 and 0 < len(works[-1][1].units.images) <= extra:
-            extra -= len(works[-1][1].units.images)
+        while len(works) > 1 and 0 < len(works[-1][1].encodings.images) <= extra:
+            extra -= len(works[-1][1].encodings.images)
             self._carried.appendleft(works.pop())
         return works
 
@@ -158,57 +161,57 @@ class Batcher:
         with self._news:
             return bool(self._news.wait_for(lambda: self._jobs, max(0.0, seconds)))
 
-    def _next(self) -> tuple[Job, Task] | None:
+    def _next(self) -> Work | None:
         """The next request that has to be computed; others are answered on the way."""
         settled: list[Outcome] = []
-        found: tuple[Job, Task] | None = None
+        found: Work | None = None
         while self._jobs and found is None:
             job = self._jobs.popleft()  # of a deque, which threads may share
             try:
-                opened = self.desk.open(job.letter)
+                parsed = self.parser.parse(job.raw)
             except WireError as error:
                 settled.append((job, error, False))
-            except LedgerError as error:
+            except StoreError as error:
                 log.error("%s", error)
-                unread = WireError("the ledger cannot be read; try again", 503, 1)
+                unread = WireError("the answer store cannot be read; try again", 503, 1)
                 settled.append((job, unread, False))
             except Exception:
-                log.exception("a request could not be opened")
+                log.exception("a request could not be parsed")
                 settled.append((job, WireError("the service failed", 500), False))
             else:
-                if isinstance(opened, Task):
-                    found = job, opened
+                if isinstance(parsed, ParsedRequest):
+                    found = job, parsed
                 else:
-                    settled.append((job, opened, True))
+                    settled.append((job, parsed, True))
         self._settle(settled)
         return found
 
-    def _keep(self, works: Sequence[tuple[Job, Task]], found: Sequence[Tensor]) -> None:
-        """Hand answers to the ledger, and to those who wait when they are kept."""
+    def _keep(self, works: Sequence[Work], found: Sequence[Tensor]) -> None:
+        """Hand answers to the store, and to their callers when they are on disk."""
         good: list[Outcome] = []
-        answers: list[Answer] = []
+        answers: list[StoredAnswer] = []
         for (job, task), logits in zip(works, found, strict=True):
             if not bool(torch.isfinite(logits).all()):
                 message = "the logits are not finite for these prompts; use smaller ones"
                 self._settle([(job, WireError(message), False)])
                 continue
-            letter, body = job.letter, encode({"logits": logits})
-            answer = Answer(letter.key, letter.digest, body, task.units.cost)
+            raw, body = job.raw, encode({"logits": logits})
+            answer = StoredAnswer(raw.key, raw.digest, body, task.encodings.cost)
             answers.append(answer)
-            good.append((job, answer, self.ledger.damaged(letter.key)))  # was paid for before
+            good.append((job, answer, self.store.damaged(raw.key)))  # was paid for before
 
         def done(error: Exception | None) -> None:
             if error is None:
                 self._settle(good)
                 return
-            failed = WireError("the answer could not be kept, so it is not given", 503, 1)
+            failed = WireError("the answer could not be stored, so it is not sent", 503, 1)
             self._settle([(job, failed, False) for job, _, _ in good])
 
         if good:
-            self.ledger.keep(answers, done)
+            self.store.keep(answers, done)
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell those who wait, all at once; from any thread."""
+        """Resolve futures, all at once; from any thread."""
         if outcomes:
             self._loop.call_soon_threadsafe(_tell, outcomes)
 
@@ -217,7 +220,7 @@ def _tell(outcomes: Sequence[Outcome]) -> None:
     for job, outcome, again in outcomes:
         if job.future.done():
             continue
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, StoredAnswer):
             job.future.set_result((outcome, again))
         else:
             job.future.set_exception(outcome)

@@ -57,7 +57,7 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RequestCost:
     """What a request costs: rows, (text prompt, class) pairs and (point, image prompt) pairs.
 
     Counted in distinct ones within the request, whatever the service has in its caches.
@@ -69,21 +69,23 @@ class Cost:
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
-    """What must be encoded for a request, named such that equal inputs have equal names."""
+class Encodings:
+    """What must be encoded for a request; equal inputs have equal names."""
 
     texts: list[bytes]  # digest of the text prompt of each row
     images: list[tuple[str, int, bytes]]  # points, point, digest of the image prompt of each row
-    cost: Cost
+    cost: RequestCost
 
     @classmethod
-    def of(cls, request: ScoreRequest, classes: int) -> Units:
-        """The units of every row, and their number."""
+    def of(cls, request: ScoreRequest, classes: int) -> Encodings:
+        """The encodings of every row, and their cost."""
         text, image = _digests(request.text), _digests(request.image)
         texts = [text[i] for i in request.text_of.tolist()]
         pairs = zip(request.rows.tolist(), request.image_of.tolist(), strict=True)
         images = [(request.points, point, image[i]) for point, i in pairs]
-        return cls(texts, images, Cost(len(images), len(set(texts)) * classes, len(set(images))))
+        return cls(
+            texts, images, RequestCost(len(images), len(set(texts)) * classes, len(set(images)))
+        )
 
 
 def _digests(prompts: Tensor) -> list[bytes]:
@@ -218,6 +220,6 @@ def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def answer_json(logits: Tensor, cost: Cost, replayed: bool) -> dict[str, Any]:
+def answer_json(logits: Tensor, cost: RequestCost, replayed: bool) -> dict[str, Any]:
     """The JSON form of an answer; the numbers are those of the binary form to the last bit."""
     return {"logits": logits.tolist(), **vars(cost), "replayed": replayed}

@@ -1,4 +1,4 @@
-"""The model's work: rows in batches of a fixed size, so that an answer does not depend on others.
+"""Runs the model in batches of a fixed size, so that an answer does not depend on its batch.
 
 Matrix products round differently for different numbers of rows, so a prompt that is encoded in a
 batch of 3 may differ in the last bit from the same prompt in a batch of 30. Here every batch is
@@ -10,23 +10,23 @@ even alone (it is not deterministic) is served with what was measured as `tolera
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from flops.errors import FlopsError
 from flops.serve.batch_invariance import deviation
-from flops.serve.cache import Slab
-from flops.serve.schema import ScoreRequest, Units
+from flops.serve.cache import FeatureCache
+from flops.serve.schema import Encodings, ScoreRequest
 
 log = logging.getLogger("flops.serve")
 
 
-class Prompted(Protocol):
+class PromptedModel(Protocol):
     """A frozen model of images and class texts that takes prompts, as `PromptedClip` is."""
 
     classes: tuple[str, ...]
@@ -43,7 +43,7 @@ class Prompted(Protocol):
         """Side of an image."""
 
     def digest(self) -> str:
-        """What tells this model with its classes from others."""
+        """Identifies this model with its classes."""
 
     def prepare(self, pixels: Tensor) -> Tensor:
         """uint8 (N, H, W[, C]) to float32 (N, channels, S, S)."""
@@ -59,11 +59,11 @@ class Prompted(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
-    """A request with its units and the pixels of its points."""
+class ParsedRequest:
+    """A checked request, what it has to encode, and the pixels of its points."""
 
     request: ScoreRequest
-    units: Units
+    encodings: Encodings
     pixels: Tensor  # (N, H, W[, C])
 
 
@@ -88,7 +88,7 @@ class Scorer:
         memory: Bytes of each of the three caches (text and image features, prepared images).
     """
 
-    model: Prompted
+    model: PromptedModel
     text_batch: int = 8
     image_batch: int = 32
     memory: int = 64 * 2**20
@@ -103,11 +103,11 @@ class Scorer:
             text = self.model.text_features(torch.zeros(1, 0, self.model.text_width))[0]  # (C, E)
         if not bool(torch.isfinite(text).all()):
             raise FlopsError("the model's features are not finite: its weights are damaged")
-        self._texts = Slab(self._slots(text.numel(), 4096), text.shape)
-        self._images = Slab(self._slots(text.shape[1], 16384), text.shape[1:])
+        self._texts = FeatureCache(self._slots(text.numel(), 4096), text.shape)
+        self._images = FeatureCache(self._slots(text.shape[1], 16384), text.shape[1:])
         pixels = self.model.channels * self.model.image_size**2
-        self._most_prepared = max(1, self.memory // (4 * pixels))
-        self._prepared: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        room = max(1, self.memory // (4 * pixels))
+        self._prepared: LRUCache[tuple[str, int], Tensor] = LRUCache(room)
         self.size("logits", 0)
         for tokens in (0, 4):
             self.size("text", tokens)
@@ -143,7 +143,7 @@ class Scorer:
         }
 
     @torch.inference_mode()
-    def score(self, tasks: Sequence[Task]) -> list[Tensor]:
+    def score(self, tasks: Sequence[ParsedRequest]) -> list[Tensor]:
         """Logits (Q, C) of each task."""
         try:
             text_slots = self._encode_texts(tasks)
@@ -158,7 +158,7 @@ class Scorer:
             chosen = slice(begin, begin + size)
             rows = _padded(self._images.rows[image[chosen]], size)
             found.append(self.model.logits(rows, _padded(self._texts.rows[text[chosen]], size)))
-        counts = [task.units.cost.queries for task in tasks]
+        counts = [task.encodings.cost.queries for task in tasks]
         return [part.clone() for part in torch.cat(found)[: len(text)].split(counts)]
 
     def size(self, kind: str, tokens: int) -> int:
@@ -203,22 +203,22 @@ class Scorer:
         classes, width = self._texts.rows.shape[1:]
         return model.logits, [draw(width), draw(classes, width)]
 
-    def _encode_texts(self, tasks: Sequence[Task]) -> list[int]:
-        slots, missing = self._texts.claim(key for task in tasks for key in task.units.texts)
+    def _encode_texts(self, tasks: Sequence[ParsedRequest]) -> list[int]:
+        slots, missing = self._texts.claim(key for task in tasks for key in task.encodings.texts)
         if missing:
             prompts = [task.request.text for task in tasks]
-            names = ((task.units.texts, task.request.text_of) for task in tasks)
+            names = ((task.encodings.texts, task.request.text_of) for task in tasks)
             for part in self._chunks("text", missing, prompts, names):
                 rows = self.model.text_features(_padded(part.prompts, part.size))
                 self._texts.rows[part.slots] = rows[: len(part.slots)]
         return slots
 
-    def _encode_images(self, tasks: Sequence[Task]) -> list[int]:
-        slots, missing = self._images.claim(key for task in tasks for key in task.units.images)
+    def _encode_images(self, tasks: Sequence[ParsedRequest]) -> list[int]:
+        slots, missing = self._images.claim(key for task in tasks for key in task.encodings.images)
         if missing:
             pixels = {task.request.points: task.pixels for task in tasks}
             prompts = [task.request.image for task in tasks]
-            names = ((task.units.images, task.request.image_of) for task in tasks)
+            names = ((task.encodings.images, task.request.image_of) for task in tasks)
             for part in self._chunks("image", missing, prompts, names):
                 images = torch.stack([self._image(key, pixels[key[0]]) for key in part.keys])
                 rows = self.model.image_features(
@@ -269,10 +269,6 @@ class Scorer:
         found = self._prepared.get(name)
         if found is None:
             found = self._prepared[name] = self.model.prepare(pixels[key[1] : key[1] + 1])[0]
-            if len(self._prepared) > self._most_prepared:
-                self._prepared.popitem(last=False)
-        else:
-            self._prepared.move_to_end(name)
         return found
 
     def _slots(self, width: int, most: int) -> int:

@@ -10,16 +10,16 @@ import uvicorn
 
 from flops.errors import FlopsError
 from flops.serve.app import create_app
-from flops.serve.http_limits import guarded
+from flops.serve.http_limits import limited_protocol
 from flops.serve.service import Setup
 
 CONNECTIONS = 2048
 HEAD_SECONDS = 10.0
-RESERVE = 192  # descriptors for the ledger, the model and connections that are being accepted
+RESERVE = 192  # descriptors for the answer store, the model and connections that are being accepted
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens."""
+    """Calls back when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until a signal says to stop; requests that are in the house are answered.
+    """Serve until a signal stops it; requests in flight are answered.
 
     Args:
         setup: The service.
@@ -55,7 +55,7 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
     url = f"http://{shown}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
         create_app(setup),
-        http=guarded(min(HEAD_SECONDS, setup.limits.patience), _connections()),
+        http=limited_protocol(min(HEAD_SECONDS, setup.limits.patience), _connections()),
         backlog=128,
         log_level="warning",
         access_log=False,
@@ -64,8 +64,8 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
         timeout_graceful_shutdown=30,
         limit_concurrency=4096,
     )
-    # What is loaded stays: without this, the collector walks through all of torch and transformers
-    # again and again, which takes as long as all of HTTP.
+    # Without this, the garbage collector walks through all of torch and transformers again and
+    # again, which takes as long as all of HTTP.
     gc.collect()
     gc.freeze()
     try:

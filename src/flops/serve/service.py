@@ -1,4 +1,4 @@
-"""What the service does, apart from HTTP: answer a key once, keep points, count."""
+"""What the service does, apart from HTTP: answer each key once, store points, count."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from flops.serve import metrics
 from flops.serve.codec import WireError, digest
-from flops.serve.limits import Bodies, Guesses, Limits, Rate
-from flops.serve.request_parsing import Desk, Letter, taken
-from flops.serve.scheduler import Batcher
+from flops.serve.config import ServeConfig
+from flops.serve.limits import BodyReader, Limits, TokenBucket, WrongKeyLimit
+from flops.serve.metrics import Metrics, resident_bytes
+from flops.serve.request_parsing import RawRequest, RequestParser, key_conflict
+from flops.serve.scheduler import Scheduler
 from flops.serve.schema import Shape, read_points
-from flops.serve.scorer import Prompted, Scorer
-from flops.serve.store import Answer, Ledger
+from flops.serve.scorer import PromptedModel, Scorer
+from flops.serve.store import AnswerStore, StoredAnswer
 
 LARGE = 2**17  # bytes of a body that is read in another thread than the event loop's
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the service is made of; everything is checked and open.
+    """Parts of the service, checked and open.
 
     Args:
         name: Of the model, for display.
-        weights: Digest of what the answers depend on.
+        weights: Digest of model and classes, which the answers depend on.
         model: The frozen model.
         scorer: Computes with it.
-        ledger: Keeps answers and points.
+        store: Of answers and points.
         limits: What is accepted.
-        window: Seconds that a lone request waits for company.
+        window: Batching window in seconds.
         threads: Of torch; None for its own choice.
         api_key: What clients have to show; None for nothing.
         open_docs: Whether /docs and /openapi.json are shown without the key.
@@ -39,9 +40,9 @@ class Setup:
 
     name: str
     weights: str
-    model: Prompted
+    model: PromptedModel
     scorer: Scorer
-    ledger: Ledger
+    store: AnswerStore
     limits: Limits
     window: float = 0.002
     threads: int | None = None
@@ -65,56 +66,90 @@ class Setup:
         )
 
 
+def set_up(config: ServeConfig, model: PromptedModel, api_key: str | None) -> Setup:
+    """Check the batch sizes of a model, and open its answer store.
+
+    Raises:
+        FlopsError: The model's weights are damaged, or the store cannot be opened.
+    """
+    weights = model.digest()
+    scorer = Scorer(model, config.text_batch, config.image_batch)
+    limits = Limits(
+        rows=config.max_rows,
+        body=config.max_body * 2**20,
+        upload=config.max_body * 2**23,
+        stored=config.max_stored * 2**20,
+        queue=config.max_queue,
+        tokens=config.max_tokens,
+        rate=config.rate,
+        patience=config.timeout,
+        store=config.max_ledger * 2**20,
+    )
+    return Setup(
+        name=config.model,
+        weights=weights,
+        model=model,
+        scorer=scorer,
+        store=AnswerStore(config.store_path(weights), weights, limits.store),
+        limits=limits,
+        window=config.window / 1000,
+        threads=config.threads,
+        api_key=api_key,
+        open_docs=config.local,
+    )
+
+
 @dataclass(frozen=True, eq=False)
-class _Flight:
+class _InFlight:
     digest: str
-    task: asyncio.Task[tuple[Answer, bool]]
+    task: asyncio.Task[tuple[StoredAnswer, bool]]
 
 
-class State:
+class Service:
     """The running service; made and used in the event loop."""
 
     def __init__(self, setup: Setup) -> None:
         limits = setup.limits
         self.setup = setup
         self.shape = setup.shape
-        self.rate = Rate(limits.rate)
-        self.guesses = Guesses()
-        self.bodies = Bodies(limits.memory, limits.patience)
-        self.requests = metrics.Requests()
-        desk = Desk(setup.ledger, self.shape, setup.model.channels, limits.memory)
-        self.batcher = Batcher(
-            desk, setup.scorer, setup.ledger, limits.queue, setup.window, setup.threads
+        self.rate = TokenBucket(limits.rate)
+        self.wrong_keys = WrongKeyLimit()
+        self.bodies = BodyReader(limits.memory, limits.patience)
+        self.metrics = Metrics(self._counters, self._gauges)
+        memory = max(limits.memory, limits.upload)
+        parser = RequestParser(setup.store, self.shape, setup.model.channels, memory)
+        self.scheduler = Scheduler(
+            parser, setup.scorer, setup.store, limits.queue, setup.window, setup.threads
         )
-        self._flights: dict[str, _Flight] = {}
+        self._in_flight: dict[str, _InFlight] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
-    async def answer(self, key: str, body: bytearray, as_json: bool) -> tuple[Answer, bool]:
+    async def answer(self, key: str, body: bytearray, as_json: bool) -> tuple[StoredAnswer, bool]:
         """The answer to a body under a key, and whether it was there already.
 
-        Whoever asks while it is being computed waits for the same computation.
+        Requests with a key that is in flight wait for the same computation.
 
         Raises:
-            WireError: 409 if the key belongs to another body; and as `Batcher.score`.
+            WireError: 409 if the key belongs to another body; and what `Scheduler.score` raises.
         """
         mark = await self.in_thread(digest, body) if len(body) > LARGE else _digest(body)
-        flight, fresh = self._flights.get(key), False
+        flight, fresh = self._in_flight.get(key), False
         if flight is None:
             fresh = True
-            letter = Letter(key, mark, body, as_json)
-            flight = _Flight(mark, asyncio.create_task(self.batcher.score(letter)))
-            self._flights[key] = flight
+            raw = RawRequest(key, mark, body, as_json)
+            flight = _InFlight(mark, asyncio.create_task(self.scheduler.score(raw)))
+            self._in_flight[key] = flight
             flight.task.add_done_callback(lambda task: self._landed(key, task))
         elif flight.digest != mark:
-            raise taken(key)
-        # Shielded: a caller that goes away neither stops the others nor wastes what is computed.
+            raise key_conflict(key)
+        # Shielded: a caller that disconnects neither stops the others nor wastes the computation.
         answer, kept = await asyncio.shield(flight.task)
         if kept or not fresh:
-            self.setup.ledger.replayed()
+            self.setup.store.replayed()
         return answer, kept or not fresh
 
     async def upload(self, name: str, body: bytearray) -> bool:
-        """Keep points under their digest; False if they were there already.
+        """Store points under their digest; False if they were there already.
 
         Raises:
             WireError: The digest is not that of the body, or the points do not fit.
@@ -122,11 +157,11 @@ class State:
         if await self.in_thread(digest, body) != name:
             raise WireError("the digest in the address is not the SHA-256 of the body")
         read_points(body, self.shape, self.setup.model.channels)
-        if await self.in_thread(self.setup.ledger.has_points, name):
+        if await self.in_thread(self.setup.store.has_points, name):
             return False
-        if (full := self.setup.ledger.full()) is not None:
+        if (full := self.setup.store.full()) is not None:
             raise WireError(full, 507)
-        stored = await self.in_thread(self.setup.ledger.stored)
+        stored = await self.in_thread(self.setup.store.stored)
         if stored + len(body) > self.setup.limits.stored:
             raise WireError(
                 f"{stored} bytes of points are stored and {self.setup.limits.stored} may be", 413
@@ -137,12 +172,12 @@ class State:
         def done(error: Exception | None) -> None:
             loop.call_soon_threadsafe(_settle, kept, error)
 
-        self.setup.ledger.keep_points(name, body, done)
+        self.setup.store.keep_points(name, body, done)
         await kept
         return True
 
     def info(self) -> dict[str, Any]:
-        """What a client has to know."""
+        """Model and limits, for clients."""
         setup, model, shape = self.setup, self.setup.model, self.shape
         limits = setup.limits
         sizes = {f"{kind}, {m} tokens": n for (kind, m), n in sorted(setup.scorer.sizes.items())}
@@ -169,44 +204,43 @@ class State:
             "batch_tolerance": setup.scorer.tolerance,
         }
 
-    def metrics(self) -> str:
-        """In the text format of Prometheus."""
-        batcher, scorer = self.batcher, self.setup.scorer
-        counters = {
-            "rows_total": batcher.rows,
-            "rounds_total": batcher.rounds,
-            "model_seconds_total": batcher.busy,
-            "batches_total": scorer.batches,
-            "encoded_total": scorer.used,
-            "padding_total": scorer.padded,
-            **{f"{name}_total": value for name, value in scorer.cache.items()},
+    def _counters(self) -> dict[str, float]:
+        scheduler, scorer = self.scheduler, self.setup.scorer
+        return {
+            "rows": scheduler.rows,
+            "rounds": scheduler.rounds,
+            "model_seconds": scheduler.busy,
+            "batches": scorer.batches,
+            "encoded": scorer.used,
+            "padding": scorer.padded,
+            **scorer.cache,
         }
-        gauges = {
-            "waiting_requests": batcher.waiting,
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "waiting_requests": self.scheduler.waiting,
             "held_bytes": self.bodies.held,
-            "resident_bytes": metrics.resident_bytes(),
+            "resident_bytes": resident_bytes(),
         }
-        lines = [*self.requests.lines(), *metrics.exposition(counters, gauges)]
-        return "\n".join(lines) + "\n"
 
     async def usage(self) -> dict[str, int]:
-        """Totals of the ledger."""
-        found: dict[str, int] = await self.in_thread(self.setup.ledger.usage)
+        """Totals of the answer store."""
+        found: dict[str, int] = await self.in_thread(self.setup.store.usage)
         return found
 
     def close(self) -> None:
-        """Finish what waits."""
-        self.batcher.close()
+        """Finish the requests in flight."""
+        self.scheduler.close()
         self._reader.shutdown()
-        self.setup.ledger.close()
+        self.setup.store.close()
 
-    def _landed(self, key: str, task: asyncio.Task[tuple[Answer, bool]]) -> None:
-        del self._flights[key]
+    def _landed(self, key: str, task: asyncio.Task[tuple[StoredAnswer, bool]]) -> None:
+        del self._in_flight[key]
         if not task.cancelled():
             task.exception()  # seen, also if nobody waits any more
 
     async def in_thread(self, function: Any, *arguments: Any) -> Any:
-        """The result of a function that takes a while, computed beside the event loop."""
+        """Run a slow function outside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._reader, function, *arguments)
 
@@ -217,13 +251,13 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
     if error is None:
         future.set_result(None)
     else:
-        future.set_exception(WireError("the points could not be kept", 503, 1))
+        future.set_exception(WireError("the points could not be stored", 503, 1))
 
 
 def _digest(body: bytearray) -> str:
-    """As `digest`, in pieces so small that hashlib keeps the lock of the interpreter.
+    """As `digest`, in pieces so small that hashlib does not release the GIL.
 
-    Giving it up for some microseconds means waiting for the model's thread to give it back.
+    Releasing it for microseconds means waiting for the model's thread to release it.
     """
     mark, view = hashlib.sha256(), memoryview(body)
     for begin in range(0, len(body), 2047):

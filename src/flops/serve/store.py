@@ -1,14 +1,16 @@
-"""The ledger: every answer is on disk before it is sent, so that none is ever paid for twice.
+"""The answer store: every answer is on disk before it is sent, so that none is paid for twice.
+
+Files are named ledger.sqlite, and options --ledger, as in the first version.
 
 SQLite with a write-ahead log and `synchronous=FULL`: a commit has reached the disk. One thread
 writes; what waits when it is free goes into one transaction, so that the answers of a batch share
 one flush. Readers have a connection of their own and see what is committed.
 
-Every answer has a checksum, and points are named by theirs. What has changed on disk is logged and
-not given: an answer is computed again (the same bits, and not paid for again), points are asked for
-again. Nothing is ever evicted, since an answer that is gone would have to be paid for twice: a
-ledger that has reached its limit takes nothing new. When the disk is full, what is there is still
-given, and every new answer tries to be written again.
+Every answer has a checksum, and points are named by theirs. Damaged rows are logged and not served:
+an answer is computed again (the same bits, free of charge), points must be uploaded again. Nothing
+is ever evicted, since a lost answer would have to be paid for twice: a store at its size limit
+takes nothing new. When the disk is full, stored answers are still served, and every new answer
+retries to be written.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, Timeout
+
 from flops.errors import FlopsError
-from flops.serve.schema import Cost
+from flops.serve.schema import RequestCost
+from flops.storage.locks import acquire_lock
 
 SCHEMA = """
 create table if not exists identity (name text primary key, value text not null);
@@ -49,18 +54,18 @@ PATIENCE = 3.0  # seconds to wait for the lock
 KEPT_LOG = 16 * 2**20  # bytes that the write-ahead log keeps when it was longer
 
 
-class LedgerError(FlopsError):
-    """The ledger belongs to another model, is in use, or cannot be read or written."""
+class StoreError(FlopsError):
+    """The store belongs to another model, is in use, or cannot be read or written."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer as it is kept and sent: logits as a body, under the key of its request."""
+class StoredAnswer:
+    """An answer as it is stored and sent: logits as a body, under the key of its request."""
 
     key: str
     digest: str  # of the body of the request
     body: bytes
-    cost: Cost
+    cost: RequestCost
 
     def checksum(self) -> str:
         """SHA-256 of all of it."""
@@ -71,22 +76,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Write:
-    answers: Sequence[Answer] = ()
+    answers: Sequence[StoredAnswer] = ()
     points: tuple[str, bytes | bytearray] | None = None
     done: Done | None = None
 
 
-class Ledger:
+class AnswerStore:
     """Answers by idempotency key, points by digest, and totals.
 
     Args:
         path: The file; made with its folder if it is not there.
-        identity: What the answers depend on (the digest of model and classes). A ledger of another
-            one is refused, because its answers would be wrong.
+        identity: Digest of model and classes, which the answers depend on. A store of another one
+            is refused, because its answers would be wrong.
         most: Bytes of the file, its write-ahead log included.
 
     Raises:
-        LedgerError: See there.
+        StoreError: See there.
     """
 
     def __init__(self, path: Path, identity: str, most: int | None = None) -> None:
@@ -106,35 +111,37 @@ class Ledger:
             found = self._reader.execute("select value from identity where name = 'model'")
             owner = str(found.fetchone()[0])
         except (OSError, sqlite3.Error) as error:
-            raise LedgerError(f"the ledger {path} cannot be opened: {error}") from error
+            raise StoreError(f"the answer store {path} cannot be opened: {error}") from error
         if owner != identity:
             self._reader.close()
             self._writer.close()
-            os.close(self._lock)
-            raise LedgerError(
-                f"the ledger {path} holds answers of another model or other classes "
+            self._lock.release()
+            raise StoreError(
+                f"the answer store {path} holds answers of another model or other classes "
                 f"({owner[:12]}, not {identity[:12]}); choose another file with --ledger"
             )
         self._reading = threading.Lock()
         self._replays = self._written = self.usage_on_disk()["replays"]
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
+        self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
-    def find(self, key: str) -> Answer | None:
+    def find(self, key: str) -> StoredAnswer | None:
         """The answer that was kept under a key, if it is as it was written."""
         rows = self._read(f"select {COLUMNS}, checksum from answers where key = ?", key)
         if not rows:
             return None
         try:
             name, digest, body, *numbers, checksum = rows[0]
-            answer = Answer(str(name), str(digest), bytes(body), Cost(*map(int, numbers)))
+            answer = StoredAnswer(
+                str(name), str(digest), bytes(body), RequestCost(*map(int, numbers))
+            )
             if answer.checksum() == checksum:
                 return answer
         except (TypeError, ValueError):  # the type of a value has changed
             pass
         if key not in self._damaged:
-            log.error("the answer %s in the ledger is damaged; it is computed again", key)
+            log.error("the answer %s in the store is damaged; it is computed again", key)
             self._damaged.add(key)
         return None
 
@@ -151,7 +158,7 @@ class Ledger:
         if isinstance(body, bytes) and hashlib.sha256(body).hexdigest() == digest:
             return bytearray(body)
         if digest not in self._damaged:
-            log.error("the points %s in the ledger are damaged; upload them again", digest)
+            log.error("the points %s in the store are damaged; upload them again", digest)
             self._damaged.add(digest)
         return None
 
@@ -177,8 +184,9 @@ class Ledger:
         if self.most is None or (size := self.size()) < self.most:
             return None
         return (
-            f"the ledger has {size} bytes and may have {self.most}: nothing new is taken, what it "
-            "holds is still given; start the service with a larger --max-ledger or another --ledger"
+            f"the answer store has {size} bytes, and the limit is {self.most}: nothing new is "
+            "accepted, repeats are still answered; restart the service with a larger --max-ledger "
+            "or another --ledger"
         )
 
     def usage(self) -> dict[str, int]:
@@ -189,7 +197,7 @@ class Ledger:
         """Totals that would survive now; the last replays may be missing."""
         return {str(name): int(value) for name, value in self._read("select * from totals")}
 
-    def keep(self, answers: Sequence[Answer], done: Done) -> None:
+    def keep(self, answers: Sequence[StoredAnswer], done: Done) -> None:
         """Write answers; `done` is called from the writing thread when they are on disk."""
         self._writes.put(_Write(answers=answers, done=done))
 
@@ -212,10 +220,10 @@ class Ledger:
             with self._reading:
                 self._reader.close()
             self._writer.close()
-        os.close(self._lock)
+        self._lock.release()
 
     def _add_checksums(self) -> None:
-        """To a ledger that was begun before there were any."""
+        """Add checksums to a store that was written before there were any."""
         columns = [row[1] for row in self._writer.execute("pragma table_info(answers)")]
         if "checksum" in columns:
             return
@@ -225,7 +233,7 @@ class Ledger:
         for name in names:
             found = self._writer.execute(f"select {COLUMNS} from answers where key = ?", [name])
             key, digest, body, *numbers = found.fetchone()
-            checksum = Answer(key, digest, body, Cost(*numbers)).checksum()
+            checksum = StoredAnswer(key, digest, body, RequestCost(*numbers)).checksum()
             self._writer.execute("update answers set checksum = ? where key = ?", [checksum, name])
         self._writer.execute("commit")
 
@@ -241,7 +249,7 @@ class Ledger:
             with self._reading:
                 return self._reader.execute(statement, values).fetchall()
         except sqlite3.Error as error:
-            raise LedgerError(f"the ledger {self.path} cannot be read: {error}") from error
+            raise StoreError(f"the answer store {self.path} cannot be read: {error}") from error
 
     def _write(self) -> None:
         last = False
@@ -267,9 +275,9 @@ class Ledger:
     def _report(self, failure: Exception | None) -> None:
         """One line when writing begins to fail, and one when it works again."""
         if failure is not None and not self._failing:
-            log.error("the ledger %s cannot be written: %s", self.path, failure)
+            log.error("the answer store %s cannot be written: %s", self.path, failure)
         elif failure is None and self._failing:
-            log.warning("the ledger %s can be written again", self.path)
+            log.warning("the answer store %s can be written again", self.path)
         self._failing = failure is not None
 
     def _commit(self, writes: Sequence[_Write]) -> None:
@@ -315,24 +323,13 @@ def _make_private(path: Path) -> None:
                 found.chmod(0o600)
 
 
-def _locked(path: Path) -> int:
-    """Hold the ledger for this process alone; the lock goes when the process does."""
-    handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(path: Path) -> BaseFileLock:
+    """Lock the store for this process alone; the lock goes when the process does."""
     try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return handle
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except OSError as error:
-            if time.monotonic() < end:  # a process that was killed takes a moment to let go
-                time.sleep(0.05)
-                continue
-            os.close(handle)
-            raise LedgerError(
-                f"the ledger {path} is in use by another service; stop it, or choose another file "
-                f"with --ledger"
-            ) from error
+        # A process that was killed takes a moment to release it.
+        return acquire_lock(path.with_name(path.name + ".lock"), PATIENCE)
+    except Timeout as error:
+        raise StoreError(
+            f"the answer store {path} is in use by another service; stop it, or choose another "
+            "file with --ledger"
+        ) from error

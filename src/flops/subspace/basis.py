@@ -1,4 +1,4 @@
-"""The directions in which shaped queries ask, in the order of the energy expected there.
+"""The basis of shaped queries: directions in the order of the energy expected there.
 
 Eigenvectors of a site's two moments give directions u v^T (one site at a time), products of the
 eigenvalues their energies. The energies of all sites of a group are sorted together; a point with
@@ -21,7 +21,7 @@ LEADING = 256  # directions with an energy of their own, at least; the others sh
 
 
 @dataclass(frozen=True)
-class Directions:
+class Basis:
     """Leading directions over all sites of a group, most energetic first.
 
     Attributes:
@@ -93,7 +93,7 @@ class Directions:
         return c
 
 
-def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Directions:
+def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Basis:
     """The most energetic directions of all sites: ``LEADING`` or ``most``, if more are asked."""
     us, vs, energies, total = [], [], [], 0.0
     dimensions = grids[-1].offset + grids[-1].size
@@ -120,6 +120,6 @@ def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Dir
     width = torch.tensor([v.size(1) for v in vs])[site]
     others = dimensions - size
     rest = max(0.0, 1 - float(energy.sum())) / others if others else 0.0
-    return Directions(
+    return Basis(
         tuple(grids), tuple(us), tuple(vs), site, place // width, place % width, energy, rest
     )

@@ -1,23 +1,20 @@
-"""Shaped queries: which directions each point asks, and the slopes that come back.
+"""Shaped queries: which directions each point measures, and the derivatives along them.
 
-Of a point's draws the first are isotropic; the others ask the most energetic known directions, one
-each, so that the slope is the coordinate.
+Of a point's draws the first are isotropic; the others measure the directions of the basis that are
+expected to hold most energy, one each, so that the directional derivative is the coordinate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flops.engine.meetings import Work
-from flops.engine.queries import Queries
-from flops.engine.rows import Rows, plan
 from flops.perturb.random import Kind, NoiseStream, generator
-from flops.subspace.basis import Directions
+from flops.subspace.basis import Basis
 from flops.subspace.moments import Grid
 
 FITTED = 512  # isotropic draws of a point that are fitted, at most: a fit costs their cube
@@ -26,43 +23,47 @@ BLOCK = 4_000_000  # noise values, or entries of kernels, in one block of points
 
 @dataclass(frozen=True)
 class Space:
-    """Where the noise goes.
+    """Where the noise of a step goes.
 
     Attributes:
         grids: Its parts.
         unit: Queries per draw.
         noise: Kind of the isotropic noise.
-        dtype: Of slopes and deltas.
-        ask: Slopes of the draws of some rows, given their noise, shape (draws, dimensions).
+        dtype: Of derivatives and deltas.
         sigma: Noise scale.
         names: What the parts are called in reports.
+        key: Of the noise: (seed, step, group).
+        ids: Identity of each point for its noise.
         mask: 0 where the noise of a point cannot matter, shape (B, dimensions).
-        recorded: Whether directions are decided once and kept: eigenvectors of another machine may
-            have other signs than those that were asked.
     """
 
     grids: Sequence[Grid]
     unit: int
     noise: Kind
     dtype: torch.dtype
-    ask: Callable[[Rows, Tensor], Work[Tensor]]
     sigma: float
     names: Sequence[str]
+    key: tuple[int, ...]
+    ids: list[int]
     mask: Tensor | None = None
-    recorded: bool = False
 
     @property
     def dimensions(self) -> int:
         """Noise values of a row."""
         return self.grids[-1].offset + self.grids[-1].size
 
+    @property
+    def size(self) -> int:
+        """Number of points."""
+        return len(self.ids)
+
 
 class Isotropic:
     """Isotropic noise of all points, kept if it is small, else made anew when it is wanted."""
 
-    def __init__(self, space: Space, queries: Queries, iso: Tensor) -> None:
+    def __init__(self, space: Space, iso: Tensor) -> None:
         self._dtype, size = space.dtype, space.dimensions
-        self._stream = NoiseStream(space.noise, queries.key, queries.ids, iso.tolist(), size)
+        self._stream = NoiseStream(space.noise, space.key, space.ids, iso.tolist(), size)
         self._start = iso.cumsum(0) - iso
         small = int(iso.sum()) * size <= BLOCK
         self._kept = torch.zeros(int(iso.sum()) if small else 0, size, dtype=self._dtype)
@@ -79,23 +80,83 @@ class Isotropic:
         return rows
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The queries of a step and their answers.
+class Design:
+    """The measurements of a step before they are made.
+
+    Args:
+        space: Where the noise goes.
+        known: The basis.
+        iso: Isotropic draws of each point, shape (B,).
+        draws: All draws of each point, shape (B,).
 
     Attributes:
+        prior: Expected energy share of each direction, shape (B, m) or (1, m).
+        measured: Which directions each point measures, shape (B, m).
+    """
+
+    def __init__(self, space: Space, known: Basis, iso: Tensor, draws: Tensor) -> None:
+        self.space, self.known, self.iso, self.draws = space, known, iso, draws
+        shaped = draws - iso
+        self.prior, self._order = _order(space, known, int(shaped.max()))
+        inside = torch.arange(self._order.size(1)) < shaped.unsqueeze(1)
+        self.measured = torch.zeros(space.size, known.size, dtype=torch.bool)
+        self.measured[torch.nonzero(inside)[:, 0], self._order[inside]] = True
+        # As long as a Gaussian vector over the k directions: above rounding, below curvature.
+        self._length = max(1.0, float(shaped.double().mean())) ** 0.5
+        self.noise = Isotropic(space, iso)
+
+    def rows(self, points: Tensor, draws: Tensor) -> Tensor:
+        """Noise of these draws, shape (draws, dimensions); a point's must be consecutive."""
+        first = draws < self.iso[points]
+        z = torch.empty(len(points), self.space.dimensions, dtype=self.space.dtype)
+        if bool(first.any()):
+            z[first] = self.noise.rows(points[first], draws[first])
+        number = self._number(points[~first], draws[~first])
+        if len(number):
+            z[~first] = self.known.rows(number, self._length).to(z)
+        return z
+
+    def scaled(self, points: Tensor, draws: Tensor, derivatives: Tensor) -> Tensor:
+        """Derivatives along unit noise and unit directions, given those along `rows`."""
+        return torch.where(draws < self.iso[points], derivatives, derivatives / self._length)
+
+    def measurements(self, points: Tensor, derivatives: Tensor) -> Measurements:
+        """All derivatives of the step, in the order of points and draws."""
+        size, space = self.space.size, self.space
+        w = torch.zeros(size, max(1, int(self.draws.max())), dtype=space.dtype)
+        c = torch.zeros(size, self.known.size, dtype=space.dtype)
+        firsts = torch.cumsum(self.draws, 0) - self.draws
+        draw = torch.arange(len(points)) - firsts[points]
+        w[points, draw] = derivatives
+        shaped = draw >= self.iso[points]
+        number = self._number(points[shaped], draw[shaped])
+        c[points[shaped], number] = derivatives[shaped]
+        return Measurements(
+            space, self.known, self.noise, self.iso, self.draws, self.prior, self.measured, w, c
+        )
+
+    def _number(self, points: Tensor, draws: Tensor) -> Tensor:
+        return self._order[points, draws - self.iso[points]]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The queries of a step and what they showed.
+
+    Attributes:
+        space: Where the noise went.
+        known: The basis.
         noise: The isotropic draws.
         iso: How many each point has, shape (B,).
         draws: All draws of each point, shape (B,).
         prior: Expected energy share of each direction, shape (B, m) or (1, m).
-        measured: Which directions were asked, shape (B, m).
-        w: Slope of each draw, shape (B, most draws).
+        measured: Which directions were measured, shape (B, m).
+        w: Directional derivative of each draw, shape (B, most draws).
         c: Measured coordinates, shape (B, m).
     """
 
     space: Space
-    queries: Queries
-    known: Directions
+    known: Basis
     noise: Isotropic
     iso: Tensor
     draws: Tensor
@@ -135,45 +196,8 @@ class Asked:
                 yield at, draw, self.noise.rows(at, draw)
 
 
-def ask(
-    space: Space, queries: Queries, known: Directions, iso: Tensor, draws: Tensor
-) -> Work[Asked]:
-    """Make all queries: slopes of isotropic noise, coordinates of known directions."""
-    size, shaped = queries.size, draws - iso
-    prior, order = _order(space, queries, known, int(shaped.max()))
-    inside = torch.arange(order.size(1)) < shaped.unsqueeze(1)
-    measured = torch.zeros(size, known.size, dtype=torch.bool)
-    measured[torch.nonzero(inside)[:, 0], order[inside]] = True
-    w = torch.zeros(size, max(1, int(draws.max())), dtype=space.dtype)
-    c = torch.zeros(size, known.size, dtype=space.dtype)
-    # As long as a Gaussian vector over the k directions: above rounding, below curvature.
-    length = max(1.0, float(shaped.double().mean())) ** 0.5
-    noise = Isotropic(space, queries, iso)
-    found = []
-    for rows in queries.chunks(space.unit):
-        at, draw = rows.points[:: space.unit], rows.draws[:: space.unit]
-        first = draw < iso[at]
-        z = torch.empty(len(at), space.dimensions, dtype=space.dtype)
-        if bool(first.any()):
-            z[first] = noise.rows(at[first], draw[first])
-        number = order[at[~first], (draw - iso[at])[~first]]
-        if len(number):
-            z[~first] = known.rows(number, length).to(z)
-        slopes = yield from space.ask(rows, z)
-        slopes[~first] /= length
-        found.append(slopes)
-    yield
-    slopes, at = queries.everyone(found, space.unit, space.dtype)
-    draw = plan(draws, 1).draws
-    w[at, draw] = slopes
-    known_ones = draw >= iso[at]
-    number = order[at[known_ones], (draw - iso[at])[known_ones]]
-    c[at[known_ones], number] = slopes[known_ones]
-    return Asked(space, queries, known, noise, iso, draws, prior, measured, w, c)
-
-
 def needed(space: Space, shaped: Tensor) -> int:
-    """Leading directions so that every point finds as many as it asks that are not padding."""
+    """Leading directions so that every point finds as many as it measures that are not padding."""
     most = int(shaped.max())
     if space.mask is None:
         return most
@@ -183,11 +207,11 @@ def needed(space: Space, shaped: Tensor) -> int:
     )
 
 
-def real_directions(space: Space, known: Directions, size: int) -> Tensor:
+def real_directions(space: Space, known: Basis) -> Tensor:
     """Which directions are not on a point's padding, shape (B, m) or (1, m)."""
     if space.mask is None:
         return torch.ones(1, known.size, dtype=torch.bool)
-    real = torch.ones(size, known.size, dtype=torch.bool)
+    real = torch.ones(space.size, known.size, dtype=torch.bool)
     for s, g in enumerate(space.grids):
         if not g.aligned:
             mine = torch.nonzero(known.site == s).flatten()
@@ -195,21 +219,22 @@ def real_directions(space: Space, known: Directions, size: int) -> Tensor:
     return real
 
 
-def _order(space: Space, queries: Queries, known: Directions, most: int) -> tuple[Tensor, Tensor]:
+def _order(space: Space, known: Basis, most: int) -> tuple[Tensor, Tensor]:
     """Expected energies by point, (B, m) or (1, m), and the directions in each one's order."""
-    size = queries.size
+    size = space.size
     if space.mask is None:
         return known.energy.unsqueeze(0), torch.arange(most).expand(size, most)
-    real = real_directions(space, known, size)
+    real = real_directions(space, known)
     energy = torch.where(real, known.energy, 0.0)
     for s, g in enumerate(space.grids):
         if not g.aligned:  # what is real shares what was expected of all positions
             mine = torch.nonzero(known.site == s).flatten()
             valid = g.cut(space.mask)[:, :, 0].sum(1, keepdim=True).clamp(min=1)
             energy[:, mine] *= g.positions / valid
-    # Positions are alike beforehand: which of them are asked is left to chance; padding comes last.
+    # Positions are alike beforehand: which of them are measured is left to chance; padding comes
+    # last.
     chance = torch.stack(
-        [torch.rand(known.size, generator=generator(*queries.key, 2, i)) for i in queries.ids]
+        [torch.rand(known.size, generator=generator(*space.key, 2, i)) for i in space.ids]
     )
     wish = torch.where(real, energy * (1 + 1e-3 * chance), -1.0)
     return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most]

@@ -1,4 +1,4 @@
-"""What the answers of shaped queries say: each point's gradient, and what it still misses.
+"""Regression: the posterior estimate of each point's gradient, and what it still misses.
 
     delta = lift(c + tail) + eta * correction
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flops.subspace.measurements import Asked
+from flops.subspace.measurements import Measurements
 from flops.subspace.posterior import posterior
 
 RIDGES = (1.0, 1 / 3, 3.0)  # the one in use and two others, by leave-one-out residuals
@@ -26,13 +26,13 @@ CLEARLY = 1 - 1e-6  # another ridge must be better than rounding, which processe
 
 
 @dataclass(frozen=True)
-class Explained:
+class Regression:
     """Sums over the isotropic queries.
 
     Attributes:
         inside: Measured part of each gradient, shape (B, dimensions).
         tail: Posterior mean of the rest.
-        outside: Plain estimate of all that was not asked, for learning.
+        outside: Plain estimate of all that was not measured, for learning.
         correction: What makes inside + tail unbiased.
         missed: Mean squared residual after the measured part, shape (B,).
         error: Mean squared held-out residual: the squared error of inside + tail, shape (B,).
@@ -53,28 +53,28 @@ class Explained:
         return self.inside.square().sum(1) + self.missed
 
 
-def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
-    """Fit the isotropic residuals, and sum up what they say about everything unasked.
+def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
+    """Fit the isotropic residuals, and sum up what they say about everything unmeasured.
 
     Args:
-        asked: Queries and answers.
+        measurements: The queries and what they showed.
         ridge: Noise of the fit, relative to what the prior expects outside.
         tune: Whether to look for a better ridge.
     """
-    space, known = asked.space, asked.known
-    inside = known.lift(asked.c)
+    space, known = measurements.space, measurements.known
+    inside = known.lift(measurements.c)
     tail, outside, correction = (torch.zeros_like(inside) for _ in range(3))
     missed, error = (torch.zeros(len(inside), dtype=inside.dtype) for _ in range(2))
     factors = RIDGES if tune else RIDGES[:1]
     scores = torch.zeros(len(factors), dtype=torch.float64)
-    prior = torch.where(asked.measured, 0.0, asked.prior)
+    prior = torch.where(measurements.measured, 0.0, measurements.prior)
     flat = known.rest * (space.dimensions - known.size)
-    for points, real, whole in asked.blocks():  # whole: noise, shape (b, n, dimensions)
+    for points, real, whole in measurements.blocks():  # whole: noise, shape (b, n, dimensions)
         seen = whole if space.mask is None else whole * space.mask[points].unsqueeze(1)
         e = known.coordinates(seen.flatten(0, 1)).view(*real.shape, -1)
-        slopes = torch.where(real, asked.w[points, : real.size(1)], 0.0)
-        r = slopes - (e @ asked.c[points].unsqueeze(2)).squeeze(2)
-        count = asked.fitted[points].unsqueeze(1)
+        derivatives = torch.where(real, measurements.w[points, : real.size(1)], 0.0)
+        r = derivatives - (e @ measurements.c[points].unsqueeze(2)).squeeze(2)
+        count = measurements.fitted[points].unsqueeze(1)
         kernel = (e * prior[points].unsqueeze(1)) @ e.transpose(1, 2)
         if known.rest > 0:
             kernel += known.rest * (seen @ seen.transpose(1, 2) - e @ e.transpose(1, 2))
@@ -87,7 +87,9 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
         fit = fits[0]
         weights = torch.stack([fit.alpha, fit.without - fit.alpha, r], 1)  # (b, 3, n)
         in_z, in_e = weights @ seen, weights @ e
-        within = in_e * torch.stack([prior[points], prior[points], 1.0 * asked.measured[points]], 1)
+        within = in_e * torch.stack(
+            [prior[points], prior[points], 1.0 * measurements.measured[points]], 1
+        )
         # Inside the known directions by their energies, outside of them all alike.
         scale = torch.tensor([known.rest, known.rest, 0.0], dtype=r.dtype).view(1, 3, 1)
         fitted = known.lift((within - scale * in_e).flatten(0, 1)).view_as(in_z) + scale * in_z
@@ -97,23 +99,23 @@ def explain(asked: Asked, ridge: float, tune: bool) -> Explained:
         outside[points] = in_z[:, 2] - fitted[:, 2]
         missed[points] = r.square().sum(1)
         error[points] = (fit.held_out.square() / count).sum(1)
-    for at, draw, z in asked.unfitted():  # too many to be fitted, but not to be averaged
+    for at, draw, z in measurements.unfitted():  # too many to be fitted, but not to be averaged
         seen = z if space.mask is None else z * space.mask[at]
         e = known.coordinates(seen)
-        r = asked.w[at, draw] - (asked.c[at] * e).sum(1)
-        rest = seen - known.lift(torch.where(asked.measured[at], e, 0.0))
+        r = measurements.w[at, draw] - (measurements.c[at] * e).sum(1)
+        rest = seen - known.lift(torch.where(measurements.measured[at], e, 0.0))
         outside.index_add_(0, at, r.unsqueeze(1) * rest)
         missed.index_add_(0, at, r.square())
-    n = asked.iso.clamp(min=1)
+    n = measurements.iso.clamp(min=1)
     outside, missed = outside / n.unsqueeze(1), missed / n
     best = int(scores.argmin())
     if float(scores[best]) < CLEARLY * float(scores[0]):
         ridge = min(100.0, max(1e-4, ridge * factors[best]))
-    return Explained(inside, tail, outside, correction, missed, error, ridge)
+    return Regression(inside, tail, outside, correction, missed, error, ridge)
 
 
-def coherence(asked: Asked, found: Explained) -> tuple[float, float]:
+def coherence(measurements: Measurements, found: Regression) -> tuple[float, float]:
     """Squared length of the batch's summed correction, and the part of it that is noise."""
-    live = asked.iso > 0
-    noise = (found.error * asked.space.dimensions)[live] / asked.fitted[live]
+    live = measurements.iso > 0
+    noise = (found.error * measurements.space.dimensions)[live] / measurements.fitted[live]
     return float(found.correction.sum(0).square().sum()), float(noise.sum())

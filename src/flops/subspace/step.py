@@ -1,126 +1,178 @@
-"""One step of shaped noise: ask where earlier queries found the gradient, and learn from the rest.
+"""One step of shaped noise: measure where the gradient lives, and learn from the rest.
 
-A share of the queries is isotropic and sees what the known directions miss; the others ask these
-(`flops.subspace.measurements`). The answers give the estimate (`flops.subspace.regression`), the
-captured energy, and the second moments from which the next step takes its directions
+A share of the queries is isotropic and sees what the basis misses; the others measure its
+directions (`flops.subspace.measurements`). They give the estimate (`flops.subspace.regression`),
+the explained variance, and the second moments from which the next step takes its basis
 (`flops.subspace.moments`, `flops.subspace.basis`). The first steps are isotropic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flops.engine.meetings import Work, decided
-from flops.engine.queries import Queries, Shaped
-from flops.engine.report import ShapingReport, SiteReport
-from flops.subspace.basis import Directions, leading
+from flops.subspace.basis import leading
 from flops.subspace.config import Shaping
-from flops.subspace.measurements import Asked, Space, ask, needed, real_directions
+from flops.subspace.measurements import Design, Measurements, Space, needed, real_directions
 from flops.subspace.moments import Change, Moments
-from flops.subspace.regression import Explained, coherence, explain
+from flops.subspace.regression import Regression, coherence, regress
+from flops.subspace.report import ShapingReport, SiteReport
 
-WARM = 4  # isotropic steps before the first directions
 TUNE = 4  # steps between looks for a better ridge
 AVERAGE = 0.9  # what running averages keep
 
 
+Decide = Callable[[str, Any], Any]
+"""Told name and value of a discrete decision; returns the value that counts."""
+
+
+def as_computed(name: str, value: Any) -> Any:
+    """The decision of this process counts."""
+    return value
+
+
 @dataclass(frozen=True)
-class Answers:
-    """What the queries showed.
+class ShapedEstimate:
+    """What shaped noise says about the error of each point's delta.
+
+    Attributes:
+        energy: Estimated squared length of the gradient at the noise, shape (B,).
+        error: Estimated squared error of its estimate, shape (B,).
+        dimensions: Noise values of a row.
+        report: For people.
+    """
+
+    energy: Tensor
+    error: Tensor
+    dimensions: int
+    report: ShapingReport
+
+
+class ShapedStep:
+    """The queries of a group in one step: `rows` before they run, `collect` when all have.
+
+    Args:
+        space: Where the noise goes.
+        shaping: Options.
+        memory: What earlier steps learned; replaced by `collect`.
+        counts: Queries of each point, shape (B,).
+        losses: Clean losses, shape (B,).
+        decide: Told each discrete decision; returns the one that counts. Eigenvectors of another
+            machine may have other signs than those that were measured.
 
     Attributes:
         delta: Estimated gradient of every point's loss at the noise, shape (B, dimensions).
-        slopes: Slope of every draw, shape (draws,).
-        points: Its point.
-        isotropic: Which of the draws were isotropic.
+        isotropic: Which of the draws were isotropic, shape (draws,).
         shaped: Energies and errors of delta.
     """
 
     delta: Tensor
-    slopes: Tensor
-    points: Tensor
     isotropic: Tensor
-    shaped: Shaped
+    shaped: ShapedEstimate
+
+    def __init__(
+        self,
+        space: Space,
+        shaping: Shaping,
+        memory: dict[str, Any],
+        counts: Tensor,
+        losses: Tensor,
+        decide: Decide = as_computed,
+    ) -> None:
+        self.space, self._shaping, self._memory, self._losses = space, shaping, memory, losses
+        self._steps = int(memory.get("shaped_steps", 0))
+        self._explained = float(memory.get("explained_variance", 0.0))
+        self._moments = _moments(memory.get("moments", ()), space)
+        draws = counts // space.unit
+        share = shaping.share(self._explained)
+        # At least one of each kind, if there are two draws.
+        iso = torch.minimum((draws * share).round().long(), draws - 1).clamp(min=1)
+        iso = draws if shaping.explore == 1 else torch.minimum(iso, draws)
+        alike = shaping.explore != 1 and bool((iso == draws).all())
+        self._warm = self._steps < shaping.warm or alike
+        iso = draws if self._warm else iso
+        with _full_precision():
+            known = leading(space.grids, self._moments, needed(space, draws - iso))
+        iso = torch.maximum(iso, draws - real_directions(space, known).sum(1))
+        if decide is not as_computed:
+            parts = {name: value for name, value in vars(known).items() if name != "grids"}
+            kept = decide("directions", {"warm": self._warm, "iso": iso, "known": parts})
+            self._warm, iso = bool(kept["warm"]), kept["iso"]
+            known = replace(known, **kept["known"])
+        self._design = Design(space, known, iso, draws)
+
+    def rows(self, points: Tensor, draws: Tensor) -> Tensor:
+        """Noise of these draws, shape (draws, dimensions)."""
+        return self._design.rows(points, draws)
+
+    def scaled(self, points: Tensor, draws: Tensor, derivatives: Tensor) -> Tensor:
+        """Derivatives along unit vectors, given those along `rows`."""
+        return self._design.scaled(points, draws, derivatives)
+
+    def collect(self, derivatives: Tensor, points: Tensor) -> None:
+        """All derivatives of the step, in the order of points and draws: estimate and learn."""
+        memory, steps, warm = self._memory, self._steps, self._warm
+        space, shaping, explained = self.space, self._shaping, self._explained
+        design, draws, iso = self._design, self._design.draws, self._design.iso
+        measurements = design.measurements(points, derivatives)
+        with _full_precision():
+            ridge = float(memory.get("ridge", 1.0))
+            found = regress(measurements, ridge, tune=steps % TUNE == 0)
+        whole = float(found.energy.sum())
+        now, spread = _explained(found) if whole > 0 else (explained, 0.0)
+        after, keep = 0.0, 1.0
+        if not warm:
+            after = _running(explained, now) if explained else now
+            keep, memory["best"] = shaping.keep(now, spread, after, float(memory.get("best", 0.0)))
+        if whole > 0:  # else there was nothing to learn from
+            with _full_precision():
+                moments = learn(measurements, found, self._moments, keep, steps, self._losses)
+            memory["moments"] = [m.to_memory() for m in moments]
+            memory["shaped_steps"] = steps + 1
+        eta = 1.0
+        if warm:
+            self.delta = found.outside
+            error = found.energy * space.dimensions / draws.clamp(min=1)
+        else:
+            memory["explained_variance"] = after
+            memory["ridge"] = found.ridge
+            if not shaping.unbiased:
+                eta = _signal(memory, measurements, found)
+            self.delta = found.inside + found.tail + eta * found.correction
+            noise = found.error * space.dimensions / measurements.fitted.clamp(min=1)
+            error = (1 - eta) ** 2 * found.error + eta**2 * noise
+        by_site = [0.0] * len(space.grids)
+        if not warm:
+            by_site = _explained_by_site(measurements, found)
+            before = memory.get("explained_by_site", ())
+            if len(before) == len(by_site):
+                by_site = [_running(*pair) for pair in zip(before, by_site, strict=True)]
+            memory["explained_by_site"] = by_site
+        site = design.known.site
+        measured = [design.measured[:, site == s].sum(1) for s in range(len(space.grids))]
+        report = ShapingReport(
+            k=float((draws - iso).double().mean()),
+            explained_variance=after,
+            explore=float(iso.sum()) / max(1, int(draws.sum())),
+            correction=eta,
+            sites=tuple(
+                SiteReport(name, float(k.double().mean()), share)
+                for name, k, share in zip(space.names, measured, by_site, strict=True)
+            ),
+        )
+        real = torch.arange(measurements.w.size(1)) < draws.unsqueeze(1)
+        at, number = torch.nonzero(real).unbind(1)
+        self.isotropic = number < iso[at]
+        self.shaped = ShapedEstimate(found.energy, error, space.dimensions, report)
 
 
-def shaped_queries(space: Space, shaping: Shaping, queries: Queries) -> Work[Answers]:
-    """Run a group's queries with shaped noise, and learn from them for the next step."""
-    memory, draws = queries.memory, queries.counts // space.unit
-    steps = int(memory.get("shaped_steps", 0))
-    captured = float(memory.get("captured", 0.0))
-    moments = _moments(memory.get("moments", ()), space)
-    share = shaping.share(captured)
-    # At least one of each kind, if there are two draws.
-    iso = torch.minimum((draws * share).round().long(), draws - 1).clamp(min=1)
-    iso = draws if shaping.explore == 1 else torch.minimum(iso, draws)
-    warm = steps < WARM or (shaping.explore != 1 and bool((iso == draws).all()))
-    iso = draws if warm else iso
-    full_precision = torch.autocast("cpu", enabled=False)  # the queries keep the user's
-    with full_precision:
-        known = leading(space.grids, moments, needed(space, draws - iso))
-    iso = torch.maximum(iso, draws - real_directions(space, known, queries.size).sum(1))
-    if space.recorded:
-        warm, iso, known = yield from _decided(warm, iso, known)
-    asked = yield from ask(space, queries, known, iso, draws)
-    with full_precision:
-        found = explain(asked, float(memory.get("ridge", 1.0)), tune=steps % TUNE == 0)
-    whole = float(found.energy.sum())
-    now, spread = _captured(found) if whole > 0 else (captured, 0.0)
-    after, keep = 0.0, 1.0
-    if not warm:
-        after = _running(captured, now) if captured else now
-        keep, memory["best"] = shaping.keep(now, spread, after, float(memory.get("best", 0.0)))
-    if whole > 0:  # else there was nothing to learn from
-        with full_precision:
-            moments = learn(asked, found, moments, keep, steps)
-        memory["moments"] = [m.to_memory() for m in moments]
-        memory["shaped_steps"] = steps + 1
-    eta = 1.0
-    if warm:
-        delta, error = found.outside, found.energy * space.dimensions / draws.clamp(min=1)
-    else:
-        memory["captured"] = after
-        memory["ridge"] = found.ridge
-        if not shaping.unbiased:
-            eta = _signal(memory, asked, found)
-        delta = found.inside + found.tail + eta * found.correction
-        noise = found.error * space.dimensions / asked.fitted.clamp(min=1)
-        error = (1 - eta) ** 2 * found.error + eta**2 * noise
-    captures = [0.0] * len(space.grids)
-    if not warm:
-        captures = _captures(asked, found)
-        before = memory.get("captures", ())
-        if len(before) == len(captures):
-            captures = [_running(*pair) for pair in zip(before, captures, strict=True)]
-        memory["captures"] = captures
-    asked_here = [asked.measured[:, known.site == s].sum(1) for s in range(len(space.grids))]
-    report = ShapingReport(
-        k=float((draws - iso).double().mean()),
-        captured=after,
-        explore=float(iso.sum()) / max(1, int(draws.sum())),
-        correction=eta,
-        sites=tuple(
-            SiteReport(name, float(k.double().mean()), share)
-            for name, k, share in zip(space.names, asked_here, captures, strict=True)
-        ),
-    )
-    real = torch.arange(asked.w.size(1)) < draws.unsqueeze(1)
-    shaped = Shaped(found.energy, error, space.dimensions, report)
-    points, number = torch.nonzero(real).unbind(1)
-    return Answers(delta, asked.w[real], points, number < iso[points], shaped)
-
-
-def _decided(warm: bool, iso: Tensor, known: Directions) -> Work[tuple[bool, Tensor, Directions]]:
-    """What the queries of a step are, decided once."""
-    parts = {name: value for name, value in vars(known).items() if name != "grids"}
-    value: dict[str, Any] = {"warm": warm, "iso": iso, "known": parts}
-    kept = yield from decided("directions", value)
-    return bool(kept["warm"]), kept["iso"], replace(known, **kept["known"])
+def _full_precision() -> torch.autocast:
+    """Outside of the user's autocast, which the queries keep."""
+    return torch.autocast("cpu", enabled=False)
 
 
 def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:
@@ -141,9 +193,9 @@ def _running(old: float, new: float) -> float:
     return AVERAGE * old + (1 - AVERAGE) * new
 
 
-def _signal(memory: dict[str, Any], asked: Asked, found: Explained) -> float:
+def _signal(memory: dict[str, Any], measurements: Measurements, found: Regression) -> float:
     """Share of signal in the summed correction, of this step and those before."""
-    whole, noise = coherence(asked, found)
+    whole, noise = coherence(measurements, found)
     if "coherence" in memory:
         whole, noise = (
             _running(a, b) for a, b in zip(memory["coherence"], (whole, noise), strict=True)
@@ -152,7 +204,7 @@ def _signal(memory: dict[str, Any], asked: Asked, found: Explained) -> float:
     return max(0.0, 1 - noise / whole) if whole > 0 else 0.0
 
 
-def _captured(found: Explained) -> tuple[float, float]:
+def _explained(found: Regression) -> tuple[float, float]:
     """Share of the energy that was measured, and its standard error over the points."""
     whole = found.energy.sum()
     missed = found.missed.sum() / whole
@@ -160,15 +212,15 @@ def _captured(found: Explained) -> tuple[float, float]:
     return 1 - float(missed), float(error)
 
 
-def _captures(asked: Asked, found: Explained) -> list[float]:
+def _explained_by_site(measurements: Measurements, found: Regression) -> list[float]:
     """Share of each site's energy that was measured in this step.
 
     Residuals do not tell the sites apart, so what they miss in all is split by the energies of
     the plain estimates outside, without their noise.
     """
-    n = asked.iso.clamp(min=1).to(found.missed)
+    n = measurements.iso.clamp(min=1).to(found.missed)
     measured, missed = [], []
-    for g in asked.space.grids:
+    for g in measurements.space.grids:
         square = g.cut(found.outside).square().sum((1, 2)) - found.missed * g.size / n
         missed.append(max(1e-300, float((square * n / (n + 1)).sum())))
         measured.append(float(g.cut(found.inside).square().sum()))
@@ -177,25 +229,29 @@ def _captures(asked: Asked, found: Explained) -> list[float]:
 
 
 def learn(
-    asked: Asked, found: Explained, moments: Sequence[Moments], keep: float, step: int
+    measurements: Measurements,
+    found: Regression,
+    moments: Sequence[Moments],
+    keep: float,
+    step: int,
+    losses: Tensor,
 ) -> list[Moments]:
     """The moments after this step.
 
     A point's weight is that of inverse variance: the noise of its outer product is about its
     energy over its number of isotropic queries. For Gaussian z,
-    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was asked.
+    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was measured.
     """
-    space, known = asked.space, asked.known
-    n = asked.iso.clamp(min=1).to(space.dtype)
-    losses = asked.queries.losses
+    space, known = measurements.space, measurements.known
+    n = measurements.iso.clamp(min=1).to(space.dtype)
     resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
-    live = (found.energy > (10 * resolution) ** 2) & (asked.iso > 0)
+    live = (found.energy > (10 * resolution) ** 2) & (measurements.iso > 0)
     weight = torch.where(live, n.square() / torch.where(live, found.energy, 1.0), 0.0)
     over = 1 / (n + 1)
     plus = (found.inside + found.outside) * weight.sqrt().unsqueeze(1)
     minus = found.outside * (weight * over).sqrt().unsqueeze(1)
     floor = weight * (1 - over) * found.missed / n
-    cover = (floor.unsqueeze(1) * asked.measured).sum(0)
+    cover = (floor.unsqueeze(1) * measurements.measured).sum(0)
     learned = []
     for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
         mine = torch.nonzero(known.site == s).flatten()

@@ -1,22 +1,27 @@
 """Checkpoints: whole or absent, checked before they are used, the last two kept.
 
 A checkpoint is a folder ``step-00000120`` with the weights (`model.safetensors`), the rest of the
-state (`state.safetensors` and `state.json`, see `flops.training.trees`) and `checksums.json`. It is
-written under another name, synced to disk and then renamed, so that a process that is killed at any
-moment, or that finds the disk full, leaves the checkpoints before it untouched. One that has
-changed since, by as little as a bit, is put aside, and the one before it is taken.
+state (`state.pt`, read with ``weights_only=True``), the version (`state.json`) and
+`checksums.json`. It is written under another name, synced to disk and then renamed, so that a
+process that is killed at any moment, or that finds the disk full, leaves the checkpoints before it
+untouched. One that has changed since, by as little as a bit, is put aside, and the one before it
+is taken.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Mapping
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import numpy as np
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,12 +29,21 @@ from flops.errors import FlopsError
 from flops.storage.disk import UNWRITABLE
 from flops.storage.files import UNFINISHED, sync_directory, sync_file
 from flops.storage.plain import parse_object
-from flops.training.trees import decode, encode, separate
 
-SCHEMA = 1
+SCHEMA = 2
 KEEP = 2
 DAMAGED = "damaged-"
-FILES = ("model.safetensors", "state.safetensors", "state.json")
+FILES = ("model.safetensors", "state.pt", "state.json")
+
+
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    RecursionError,
+    RuntimeError,
+    pickle.UnpicklingError,
+)
 
 
 class CheckpointError(FlopsError):
@@ -49,7 +63,7 @@ def save(
         folder: Holds the checkpoints; it is made if it is not there.
         step: Names the checkpoint; one of the same step is replaced.
         weights: The model's state_dict.
-        state: A tree of plain values, tensors and arrays.
+        state: Plain values and tensors, in dicts, lists and tuples.
         version: Of this library, for a later one that cannot read it.
 
     Returns:
@@ -57,17 +71,18 @@ def save(
 
     Raises:
         OSError: It cannot be written, or safetensors' own error; nothing is left of it.
+        TypeError: The state holds something else.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"step-{step:08d}"
     scratch = folder / f"{UNFINISHED}{place.name}"
     _remove(scratch)
-    plain, tensors = encode(state)
-    document = {"schema": SCHEMA, "step": step, "version": version, "state": plain}
+    state = _plain(state)
+    document = {"schema": SCHEMA, "step": step, "version": version}
     try:
         scratch.mkdir()
-        save_file(separate(weights), scratch / "model.safetensors", metadata={"format": "pt"})
-        save_file(tensors, scratch / "state.safetensors")
+        save_file(_separate(weights), scratch / "model.safetensors", metadata={"format": "pt"})
+        _save_state(scratch / "state.pt", state)
         _write(scratch / "state.json", document)
         _write(scratch / "checksums.json", {name: _checksum(scratch / name) for name in FILES})
         for path in scratch.iterdir():
@@ -91,14 +106,14 @@ def steps(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Weights and state of a checkpoint, after a look at its checksums.
+    """Weights and state of a checkpoint, after checking its checksums.
 
     Raises:
         CheckpointError: If it is damaged or of another version.
     """
     try:
         expected = parse_object((path / "checksums.json").read_bytes())
-        for name in FILES:
+        for name in expected:
             if _checksum(path / name) != expected[name]:
                 raise CheckpointError(f"checkpoint {path.name} is damaged: {name} was changed")
         document = parse_object((path / "state.json").read_bytes())
@@ -106,16 +121,18 @@ def load(path: Path) -> tuple[dict[str, Tensor], Any]:
             wrote = document.get("version") or "another version"
             raise UnusableError(
                 f"checkpoint {path.name} has schema {document['schema']}, this version reads "
-                f"{SCHEMA}; use the version of flops that wrote it ({wrote})"
+                f"{SCHEMA}; continue the run with the version of flops that wrote it ({wrote})"
             )
+        if unchecked := [name for name in FILES if name not in expected]:
+            raise ValueError(f"there is no checksum of {unchecked[0]}")
         weights = {n: t.clone() for n, t in load_file(path / "model.safetensors").items()}
-        return weights, decode(document["state"], load_file(path / "state.safetensors"))
+        return weights, torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except PermissionError as error:  # it may be whole: nothing to fall back from
         raise UnusableError(f"cannot read {error.filename}: {error.strerror}") from error
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         raise CheckpointError(f"checkpoint {path.name} is damaged: {missing} is missing") from error
-    except (ValueError, KeyError, TypeError, RecursionError, *UNWRITABLE) as error:
+    except (*UNREADABLE, *UNWRITABLE) as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {error}") from error
 
 
@@ -182,6 +199,68 @@ def _remove(path: Path) -> None:
 
 def _write(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
+
+
+class _File:
+    """An open file that keeps its error: `torch.save` replaces it by one of its own."""
+
+    def __init__(self, file: BufferedWriter) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        try:
+            return self._file.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save_state(path: Path, state: Any) -> None:
+    with path.open("wb") as file:
+        kept = _File(file)
+        try:
+            torch.save(state, cast(IO[bytes], kept))
+        except RuntimeError as error:
+            raise kept.error or error from error
+
+
+def _plain(value: Any, path: str = "") -> Any:
+    """The same, of types that `torch.load` reads without running code, tensors on the CPU.
+
+    A tensor keeps its strides: the same numbers in another layout may be summed in another order,
+    and a resumed run would differ from an unbroken one in its last digits.
+    """
+    if isinstance(value, np.generic):  # before floats: a numpy double is also a Python float
+        return value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_plain(v, f"{path}/{i}") for i, v in enumerate(value))
+    if isinstance(value, dict):
+        return {_plain(k, f"{path}/{k}"): _plain(v, f"{path}/{k}") for k, v in value.items()}
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if whole else tensor.clone()  # not all of what it is a view of
+    raise TypeError(f"cannot write a {type(value).__name__} at '{path or '/'}' of a state")
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same contiguous and on the CPU; copied only where two share memory or parts of it."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != plain.nbytes:
+            plain = plain.clone()
+        seen.add(plain.untyped_storage().data_ptr())
+        found[name] = plain
+    return found
 
 
 def _checksum(path: Path) -> str:

@@ -1,155 +1,157 @@
-"""Settings that every training run has, and how settings are read from plain values."""
+"""Configuration that every training run has, validated by pydantic, read from JSON or TOML."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
-import math
 import tomllib
-import types
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flops.errors import FlopsError
 from flops.storage.plain import parse_json
-from flops.training.methods import PRESETS, Method, MethodName
+from flops.training.methods import Method, MethodName
 
-if TYPE_CHECKING:
-    import torch
-
-    from flops.training.task import Task
-
-TINY = PRESETS["tiny"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0)]
+# JSON and TOML have lists where a configuration has tuples; what is in them stays strict.
+FromList = Field(strict=False)
+TYPES = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
 
 
 class ConfigError(FlopsError):  # no ValueError: tyro would catch it and name its inner parts
-    """A setting does not exist, is of the wrong type, or does not fit the others."""
+    """A setting does not exist, has the wrong type, or does not fit the others."""
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """What every training run is asked: method, length, batch, optimizer, checkpoints.
+class RunConfig(BaseModel):
+    """What every training run has: method, length, batch, optimizer, checkpoints.
 
     Raises:
-        ConfigError: If a value is not allowed.
+        ConfigError: If a name is unknown or a value is not allowed.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     method: MethodName = "shaped-lr"
     """How gradients are estimated; bp is backpropagation, for comparison."""
-    queries: float = TINY.queries
+    queries: PositiveFloat = 20.0
     """Mean queries per point and group."""
-    sigma: tuple[float, ...] | None = TINY.sigma
+    sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = (1e-3,)
     """Noise scale: one, or one for each stage."""
-    epochs: int | None = TINY.epochs
+    epochs: PositiveInt | None = 8
     """Epochs; None for no limit but the budget."""
-    budget: float | None = None
+    budget: PositiveFloat | None = None
     """Forward equivalents; None for no limit but the epochs."""
     until: Literal["first", "last"] = "first"
     """Whether training ends at the first or at the last of epochs and budget."""
-    marks: tuple[float, ...] = ()
+    marks: Annotated[tuple[PositiveFloat, ...], FromList] = ()
     """More forward equivalents at which the validation split is evaluated."""
-    batch: int = TINY.batch
+    batch: PositiveInt = 64
     """Points of a batch."""
-    learning_rate: float = TINY.learning_rate
+    learning_rate: PositiveFloat = 1e-3
     """Of the optimizer."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Whether the learning rate stays, or falls to 0 as a cosine over the run."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """Optimizer."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Of the optimizer."""
-    seed: int = 0
-    """Of what is trained afresh, the order of the points, and the noise."""
-    evaluate_every: int = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of fresh weights, the order of the points, and the noise."""
+    evaluate_every: PositiveInt = 1
     """Epochs between two evaluations on the validation split."""
     test: bool = False
-    """Look at the test split as well, when `epochs` and `budget` are reached and never else."""
+    """Evaluate on the test split too, once, when `epochs` or `budget` is reached."""
     data: str = "digits"
     """The data set."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Most points of each split, for a quick look; None for all."""
-    chunk: int | None = None
+    chunk: Annotated[int, Field(ge=2)] | None = None
     """Most rows in one pass of queries; None for a default. Less takes less memory."""
     device: str = "auto"
     """cpu, cuda, or auto: a GPU if there is one."""
-    checkpoint_steps: int | None = None
+    checkpoint_steps: PositiveInt | None = None
     """Steps between two checkpoints; None for none by steps."""
-    checkpoint_seconds: float | None = 60.0
+    checkpoint_seconds: Annotated[float, Field(ge=0)] | None = 60.0
     """Seconds between two checkpoints; None for none by time."""
-    timeout: float = 600.0
-    """Seconds to wait for another process, under torchrun, before the run is given up."""
+    timeout: PositiveFloat = 600.0
+    """Seconds to wait for another process, under torchrun, before giving up."""
     output: str | None = None
-    """Run folder; None makes a new one in runs/."""
+    """Run directory; None makes a new one in runs/."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("queries", "batch", "learning_rate", "evaluate_every", "timeout"):
-            self._need(getattr(self, name) > 0, name, "greater than 0")
-        for name in ("epochs", "budget", "checkpoint_steps", "limit"):
-            value = getattr(self, name)
-            self._need(value is None or value > 0, name, "greater than 0, or None")
-        self._need(self.weight_decay >= 0, "weight_decay", "0 or more")
-        self._need(0 <= self.seed < 2**63, "seed", "0 or more, and less than 2**63")
-        self._need(self.chunk is None or self.chunk >= 2, "chunk", "at least 2, or None")
-        self._need(all(m > 0 for m in self.marks), "marks", "greater than 0")
-        wait = self.checkpoint_seconds
-        self._need(wait is None or wait >= 0, "checkpoint_seconds", "0 or more, or None")
-        self._need(all(s > 0 for s in self.sigma or ()), "sigma", "greater than 0")
-        if self.epochs is None and self.budget is None:
-            raise ConfigError("epochs or budget must be given, or training never ends")
+    def __init__(self, **values: Any) -> None:
         try:
-            self.recipe()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(self._explain(error)) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.epochs is None and self.budget is None:
+            raise ValueError("epochs or budget must be given, or training never ends")
+        self.recipe()
+        return self
 
     def recipe(self) -> Method:
         """The method with its settings."""
         raise NotImplementedError
 
-    def open(self, device: torch.device) -> Task:
-        """Load what is to be trained, and its data.
-
-        Raises:
-            FlopsError: If the two do not fit together, or are not there.
-        """
-        raise NotImplementedError
-
-    def _need(self, met: bool, name: str, allowed: str) -> None:
-        numbers = getattr(self, name)
-        finite = all(
-            math.isfinite(v)
-            for v in (numbers if isinstance(numbers, tuple) else (numbers,))
-            if v is not None
-        )
-        if not (met and finite):
-            raise ConfigError(f"{name} must be {allowed}, not {numbers}")
+    def replace(self, **values: Any) -> Self:
+        """The same configuration but for these values, which are validated."""
+        return type(self)(**{**dict(self), **values})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` reads them back."""
-        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return values
+        """Plain values, as JSON has them; the constructor reads them back."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        """The first problem in a sentence, with the nearest name for one that is unknown."""
+        found = error.errors()[0]
+        kind, context = found["type"], found.get("ctx", {})
+        if kind == "value_error":  # one of our own checks
+            return str(context["error"])
+        name = str(found["loc"][0])
+        if kind == "extra_forbidden":
+            known = sorted(cls.model_fields)
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
+            return f"unknown setting '{name}'; {hint}"
+        said = found["msg"].removeprefix("Input should be ")
+        allowed = TYPES.get(kind, said.replace("greater than or equal to", "at least"))
+        if kind == "literal_error":
+            allowed = context["expected"].replace("'", "")
+        if type(None) in getattr(cls.model_fields[name].annotation, "__args__", ()):
+            allowed += ", or None"
+        given = found["input"]
+        shown = f"{given!r}" if not isinstance(given, int) or abs(given) < 2**64 else "so large"
+        return f"{name} must be {allowed}, not {shown}"
 
 
 Settings = TypeVar("Settings", bound=RunConfig)
 
 
-def merged(base: Settings, values: Mapping[str, Any]) -> Settings:
-    """The same settings but for these plain values.
+def preset_settings(presets: Mapping[str, dict[str, Any]], name: Any) -> dict[str, Any]:
+    """The settings of a preset.
 
     Raises:
-        ConfigError: If a name is unknown or a value is of the wrong type.
+        ConfigError: If there is none of this name.
     """
-    hints = get_type_hints(type(base))
-    check_names(values, hints)
-    given = {name: _as(name, value, hints[name]) for name, value in values.items()}
-    return dataclasses.replace(base, **given)
+    if name not in tuple(presets):  # of a file it may be anything, a list too
+        raise ConfigError(f"preset must be one of {', '.join(presets)}, not '{name}'")
+    return presets[name]
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values in a configuration file, .json or .toml; what they are called is not checked.
+    """The values in a configuration file, .json or .toml; their names are not checked.
 
     Raises:
         ConfigError: If it cannot be read.
@@ -165,50 +167,3 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold names and values, not a {type(values).__name__}")
     return values
-
-
-def check_names(given: Iterable[str], allowed: Iterable[str]) -> None:
-    """Refuse unknown names, with the nearest known one.
-
-    Raises:
-        ConfigError: If there is one.
-    """
-    known = sorted(allowed)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"unknown setting '{name}'; {hint}")
-
-
-def _as(name: str, value: Any, hint: Any) -> Any:
-    """The value as its type, of what JSON and TOML can hold."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for option in options:
-        origin = get_origin(option)
-        if option is type(None) and value is None:
-            return None
-        if origin is Literal and value in get_args(option):
-            return value
-        if origin is tuple and isinstance(value, list | tuple):
-            return tuple(_as(name, item, get_args(option)[0]) for item in value)
-        if option is float and (type(value) is float or _is_small(value)):
-            return float(value)
-        if option in (int, bool, str) and type(value) is option:
-            return value
-    shown = " or ".join(_shown(option) for option in options)
-    raise ConfigError(f"{name} must be {shown}, not {value!r}")
-
-
-def _is_small(value: Any) -> bool:
-    """Whether this is a whole number that a float can hold."""
-    return type(value) is int and abs(value) < 2**1000
-
-
-def _shown(option: Any) -> str:
-    if get_origin(option) is Literal:
-        return " or ".join(str(value) for value in get_args(option))
-    if get_origin(option) is tuple:
-        return f"a list of {_shown(get_args(option)[0])}s"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(option, "nothing (null)")

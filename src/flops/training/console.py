@@ -22,9 +22,9 @@ from flops.training.trainer import Trainer
 SMOOTH = 20  # steps that the shown loss and signal-to-noise ratio are the mean of
 
 
-def display_for(console: Console) -> Lines | Panel:
+def display_for(console: Console) -> Lines | LiveDisplay:
     """The panel if the console is a terminal, else plain lines."""
-    return Panel(console) if console.is_terminal else Lines(console)
+    return LiveDisplay(console) if console.is_terminal else Lines(console)
 
 
 class Lines:
@@ -68,7 +68,7 @@ class Lines:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Panel(Lines):
+class LiveDisplay(Lines):
     """A live panel: progress with time left, loss, accuracy, queries, cost, signal-to-noise."""
 
     def __init__(self, console: Console) -> None:

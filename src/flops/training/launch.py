@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flops.engine.collectives import Team, WorkerError
+from flops.engine.collectives import Collectives, WorkerError
 
 
 def launched() -> bool:
@@ -20,8 +20,8 @@ def launched() -> bool:
 
 
 @contextmanager
-def joined(timeout: float, device: str) -> Iterator[Team]:
-    """The team of a launched process, or that of one alone; a group of the caller's own is kept.
+def joined(timeout: float, device: str) -> Iterator[Collectives]:
+    """The ranks of a launched process, or that of one alone; a group of the caller's own is kept.
 
     Args:
         timeout: Seconds to wait for an answer before the others are given up.
@@ -31,7 +31,7 @@ def joined(timeout: float, device: str) -> Iterator[Team]:
         WorkerError: If the others cannot be reached.
     """
     if not launched() or not dist.is_available() or dist.is_initialized():
-        yield Team.find("auto")
+        yield Collectives.of("auto")
         return
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if cuda:
@@ -41,16 +41,16 @@ def joined(timeout: float, device: str) -> Iterator[Team]:
     except (RuntimeError, ValueError) as error:
         raise WorkerError(f"the processes do not find each other: {error}") from error
     try:
-        yield Team.find("auto")
+        yield Collectives.of("auto")
     finally:
         dist.destroy_process_group()
 
 
-def share(team: Team, value: Any) -> Any:
+def share(ranks: Collectives, value: Any) -> Any:
     """What process 0 has, on all of them: a checkpoint, read by one and from one disk."""
-    if team.alone:
+    if ranks.alone:
         return value
-    parts = [value if team.rank == 0 else None]
-    with team.trusting():
-        dist.broadcast_object_list(parts, group=team.group, group_src=0)
+    parts = [value if ranks.rank == 0 else None]
+    with ranks.guarded():
+        dist.broadcast_object_list(parts, group=ranks.group, group_src=0)
     return parts[0]

@@ -9,20 +9,21 @@ with the same versions and number of threads, else but for rounding.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-from flops.engine.collectives import Team
+from flops.engine.collectives import Collectives
+from flops.report.allocation import plot_allocation, write_counts
+from flops.report.curves import plot_curves
 from flops.storage.disk import writing
 from flops.training.config import ConfigError, RunConfig
 from flops.training.launch import joined, share
 from flops.training.progress import Evaluation, Result
-from flops.training.results import write_results
-from flops.training.run_directory import RunFolder, check_free
-from flops.training.signals import Stopping
+from flops.training.run_directory import RunDirectory, check_free
+from flops.training.signals import GracefulStop
 from flops.training.trainer import Trainer
 
 
@@ -42,7 +43,7 @@ class Display(Protocol):
         """Training ended, or was broken off."""
 
 
-class Silence:
+class NullDisplay:
     """Shows nothing."""
 
     def start(self, trainer: Trainer, folder: Path | None) -> None:
@@ -65,7 +66,7 @@ def train(
     checkpoint: str = "last",
     display: Display | None = None,
 ) -> Result:
-    """Train until `epochs` or `budget` is reached, and write the run folder.
+    """Train until `epochs` or `budget` is reached, and write the run directory.
 
     Args:
         config: What to do. Without `output` nothing is written.
@@ -82,38 +83,40 @@ def train(
     Raises:
         FlopsError: If the folder, the data, the model and the settings do not fit, a loss is
             not finite, or another process of the run died.
-        KeyboardInterrupt: After Ctrl-C or a polite kill, with a checkpoint of the step that was
+        KeyboardInterrupt: After Ctrl-C or SIGTERM, with a checkpoint of the step that was
             running; a second one stops at once.
     """
-    with joined(config.timeout, config.device) as team:
-        if team.rank:  # process 0 has the folder and the display
-            config, display = dataclasses.replace(config, output=None), None
-        return _train(config, resume, checkpoint, display or Silence(), team)
+    with joined(config.timeout, config.device) as ranks:
+        if ranks.rank:  # process 0 has the folder and the display
+            config, display = config.replace(output=None), None
+        return _train(config, resume, checkpoint, display or NullDisplay(), ranks)
 
 
-def _train(config: RunConfig, resume: bool, checkpoint: str, shown: Display, team: Team) -> Result:
+def _train(
+    config: RunConfig, resume: bool, checkpoint: str, shown: Display, ranks: Collectives
+) -> Result:
     path = None if config.output is None else Path(config.output)
     folder, restored = None, None
     if path is not None and resume:
-        folder, restored = RunFolder.reopen(path, checkpoint)
+        folder, restored = RunDirectory.reopen(path, checkpoint)
     elif path is not None:
         check_free(path)
-    elif resume and team.rank == 0:
-        raise ConfigError("resume needs the run folder: set `output`")
+    elif resume and ranks.rank == 0:
+        raise ConfigError("resume needs the run directory: set `output`")
     try:
         trainer = Trainer(config)
-        if (restored := share(team, restored)) is not None:
+        if (restored := share(ranks, restored)) is not None:
             trainer.load_state_dict(*restored)
         if path is not None and folder is None:  # now that model, data and settings fit
-            folder = RunFolder.create(path, config)
+            folder = RunDirectory.create(path, config)
         shown.start(trainer, path)
-        with Stopping(folder is not None or team.rank > 0) as stopping:
+        with GracefulStop(folder is not None or ranks.rank > 0) as stopping:
             _loop(trainer, folder, shown, stopping)
         peak = peak_memory()
         if folder is not None:
             advice = "make room, and resume the run: it is done, and writes them then"
             with writing(folder.path, advice):
-                write_results(trainer, folder.path)
+                _write_results(trainer, folder.path)
     finally:
         shown.close()
         if folder is not None:
@@ -131,7 +134,9 @@ def _train(config: RunConfig, resume: bool, checkpoint: str, shown: Display, tea
     )
 
 
-def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping: Stopping) -> None:
+def _loop(
+    trainer: Trainer, folder: RunDirectory | None, display: Display, stopping: GracefulStop
+) -> None:
     clock = _Clock(trainer.config, trainer.progress.step)
     while True:
         if marks := trainer.due():
@@ -149,10 +154,28 @@ def _loop(trainer: Trainer, folder: RunFolder | None, display: Display, stopping
         if folder is not None:
             folder.write(line)
         display.step(trainer, line)
-        if trainer.team.any(stopping.asked):  # all at the same step
+        if trainer.ranks.any(stopping.requested):  # all at the same step
             if folder is not None:
                 folder.save(trainer.progress.step, trainer.weights(), trainer.state_dict())
             raise KeyboardInterrupt
+
+
+def _write_results(trainer: Trainer, folder: Path) -> None:
+    """Write the model and the plots; writing them again gives the same.
+
+    Args:
+        trainer: The run at its end.
+        folder: The run directory.
+    """
+    task, data, counts = trainer.task, trainer.data, folder / "counts.safetensors"
+    task.save(folder, trainer.progress.evaluations)
+    write_counts(counts, trainer.latest, data.train.labels, data.classes, task.pixels)
+    try:
+        plot_curves(folder / "metrics.jsonl", folder / "curves.png")
+        if trainer.progress.queries:  # backpropagation makes none
+            plot_allocation(counts, folder / "allocation.png")
+    except ImportError as error:
+        warnings.warn(f"no plots were drawn: {error}", stacklevel=3)
 
 
 def peak_memory() -> int:

@@ -26,12 +26,13 @@ from flops.allocators.gaussian import Feature
 from flops.engine.auto_groups import automatic_groups
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
-from flops.estimators import DeepZero, Exact, LikelihoodRatio, mezo
+from flops.estimators import DeepZero, Exact, LikelihoodRatio
 from flops.estimators.base import Estimator
 from flops.estimators.likelihood_ratio import Targets
 from flops.estimators.spsa import SPSA
 from flops.passes.batch import LossFunction
 from flops.perturb.random import Kind
+from flops.presets import mezo
 from flops.subspace.config import Shaping
 
 MethodName = Literal["bp", "mezo", "n-spsa", "deepzero", "lr", "ops-spsa", "ops-lr", "shaped-lr"]
@@ -89,25 +90,6 @@ class Method:
         return self.targets or ("stage" if self.name == "shaped-lr" else "leaf")
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Settings that go together, those of the paper among them."""
-
-    batch: int
-    epochs: int
-    learning_rate: float
-    stages: int
-    sigma: tuple[float, ...]
-    queries: float = 20.0
-
-
-PRESETS = {
-    "tiny": Preset(64, 8, 1e-3, 3, (1e-3,)),
-    "vit-base": Preset(128, 10, 1e-4, 3, (1e-5, 1e-4, 1e-3)),
-    "vit-large": Preset(128, 10, 1e-4, 4, (5e-6, 1e-5, 1e-4, 1e-3)),
-}
-
-
 def method_groups(model: nn.Module, method: Method) -> list[Group]:
     """The groups of a method for any model with a stack of layers."""
     if method.name == "bp":
@@ -151,7 +133,15 @@ def engine(
     learned = method.name in ("ops-spsa", "ops-lr", "shaped-lr")
     allocator: Allocator = Gaussian(feature) if learned else Equal()
     groups = method_groups(model, method) if groups is None else groups
-    return ForwardGradient(model, loss_fn, groups, allocator, embedding, seed, chunk)
+    return ForwardGradient(
+        model,
+        loss_fn,
+        groups,
+        allocator=allocator,
+        embedding=embedding,
+        seed=seed,
+        chunk=chunk,
+    )
 
 
 def estimator(method: Method, sigma: float) -> Estimator:

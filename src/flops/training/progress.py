@@ -57,7 +57,7 @@ class Evaluation:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is; all of it is in its checkpoints.
 
     Attributes:
@@ -111,7 +111,7 @@ class Progress:
         return {**vars(self), "parts": dict(self.parts), "evaluations": found}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+    def from_dict(cls, values: Mapping[str, Any]) -> RunProgress:
         """Back from plain values."""
         found = [Evaluation.from_dict(e) for e in values["evaluations"]]
         return cls(**{**values, "evaluations": found})
@@ -129,7 +129,7 @@ class Result:
         parts: The same by part.
         seconds: Time of the training steps.
         peak_memory: Largest memory of the process in bytes, data and libraries included.
-        folder: The run folder; None if nothing was written.
+        folder: The run directory; None if nothing was written.
     """
 
     evaluations: tuple[Evaluation, ...]

@@ -1,4 +1,4 @@
-"""The run folder: settings, environment, metrics, checkpoints.
+"""The run directory: settings, environment, metrics, checkpoints.
 
 | file | what |
 |---|---|
@@ -24,23 +24,25 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, Timeout
 from torch import Tensor
 
 from flops.errors import FlopsError
 from flops.storage.disk import UNWRITABLE, DiskError, reason, remove
 from flops.storage.files import UNFINISHED, atomic_write, safe_name
-from flops.tasks.classification.config import Config
+from flops.storage.locks import acquire_lock
 from flops.training import checkpoint as checkpoints
-from flops.training.config import ConfigError, RunConfig, Settings, merged, read_file
+from flops.training.config import ConfigError, RunConfig, Settings, read_file
 from flops.training.environment import environment, rounding
+from flops.version import __version__
 
 
-class RunFolderError(FlopsError):
-    """A run folder is in use, or is none."""
+class RunDirectoryError(FlopsError):
+    """A run directory is in use, or is none."""
 
 
-class RunFolder:
-    """An open run folder; one process at a time.
+class RunDirectory:
+    """An open run directory; one process at a time.
 
     While the disk is full, training goes on: lines of metrics are kept in memory, and writing is
     tried again at every line and every checkpoint.
@@ -50,7 +52,7 @@ class RunFolder:
         lock: What `_lock` returned for it.
     """
 
-    def __init__(self, path: Path, lock: int | None) -> None:
+    def __init__(self, path: Path, lock: BaseFileLock) -> None:
         self.path = path
         self._lock = lock
         self._metrics: FileIO = (path / "metrics.jsonl").open("ab", buffering=0)
@@ -58,11 +60,11 @@ class RunFolder:
         self._said = False
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig) -> RunFolder:
+    def create(cls, path: Path, config: RunConfig) -> RunDirectory:
         """A new run.
 
         Raises:
-            RunFolderError: If the folder holds a run, or anything else, or cannot be written to.
+            RunDirectoryError: If the folder holds a run, or anything else, or cannot be written to.
         """
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -73,18 +75,18 @@ class RunFolder:
                 _write(path / "config.json", config.to_dict())  # last: it makes the folder a run
                 return cls(path, lock)
             except BaseException:
-                _unlock(lock)
+                lock.release()
                 raise
 
     @classmethod
-    def reopen(cls, path: Path, which: str = "last") -> tuple[RunFolder, Any]:
+    def reopen(cls, path: Path, which: str = "last") -> tuple[RunDirectory, Any]:
         """A run to be continued, and the state that its metrics are cut back to.
 
         Returns:
             The folder, and (weights, state) of the checkpoint; None to start from the beginning.
 
         Raises:
-            RunFolderError: If this is no run, or another process is at it.
+            RunDirectoryError: If this is no run, or another process is at it.
             CheckpointError: If the checkpoint is damaged.
         """
         check_run(path)
@@ -108,7 +110,7 @@ class RunFolder:
         size = 0 if restored is None else int(restored[1]["metrics"])
         if os.fstat(self._metrics.fileno()).st_size < size:
             file = self.path / "metrics.jsonl"
-            raise RunFolderError(f"{file} is shorter than at the checkpoint; lines are missing")
+            raise RunDirectoryError(f"{file} is shorter than at the checkpoint; lines are missing")
         self._metrics.truncate(size)
         return restored
 
@@ -141,8 +143,6 @@ class RunFolder:
         Raises:
             DiskError: The last one cannot be written.
         """
-        from flops import __version__
-
         place = self.path / "checkpoints"
         try:
             self._flush()
@@ -177,31 +177,30 @@ class RunFolder:
         """Let go of the folder."""
         with suppress(OSError):
             self._metrics.close()
-        _unlock(self._lock)
-        self._lock = None
+        self._lock.release()
 
 
 def check_free(path: Path) -> None:
     """Refuse a folder that is in use, or cannot be made.
 
     Raises:
-        RunFolderError: If it holds a run, or anything else, or cannot be written to.
+        RunDirectoryError: If it holds a run, or anything else, or cannot be written to.
     """
     with _writing(path):
         above = next(p for p in (path, *path.parents) if p.exists())
     if is_run(path):
-        raise RunFolderError(
+        raise RunDirectoryError(
             f"{path} already holds a run; continue it with --resume {path}, or give another "
             "--output"
         )
     if not above.is_dir():
-        raise RunFolderError(f"{above} is a file; give another --output")
+        raise RunDirectoryError(f"{above} is a file; give another --output")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise RunFolderError(f"{above} cannot be written to; give another --output")
+        raise RunDirectoryError(f"{above} cannot be written to; give another --output")
     known = (UNFINISHED, ".", "environment.json")  # left by a process that was killed at its start
     found = path.iterdir() if path.exists() else ()
     if others := [p.name for p in found if not p.name.startswith(known)]:
-        raise RunFolderError(
+        raise RunDirectoryError(
             f"{path} is not empty (it holds {others[0]}); give an --output of its own"
         )
 
@@ -215,33 +214,30 @@ def check_run(path: Path) -> None:
     """Refuse a folder in which no run was started.
 
     Raises:
-        RunFolderError: If there is no run.
+        RunDirectoryError: If there is no run.
     """
     if not is_run(path):
-        raise RunFolderError(
+        raise RunDirectoryError(
             f"{path} holds no run (there is no config.json); start one without --resume"
         )
 
 
-def read_config(path: Path) -> Config:
-    """The settings of a run of `flops finetune`; errors as `read_settings`."""
-    return read_settings(path, Config())
-
-
-def read_settings(path: Path, defaults: Settings) -> Settings:
+def read_settings(path: Path, kind: type[Settings]) -> Settings:
     """The settings of a run; those that it does not have are the defaults.
 
+    Args:
+        path: The run directory.
+        kind: Configuration of the command that made it.
+
     Raises:
-        RunFolderError: If there is no run.
+        RunDirectoryError: If there is no run.
         ConfigError: If its settings are not of this kind.
     """
     check_run(path)
     values = read_file(path / "config.json")
     try:
-        return merged(defaults, values)
+        return kind(**values)
     except ConfigError as error:
-        from flops import __version__
-
         wrote = _environment(path).get("packages", {}).get("flops-torch")
         if wrote in (None, __version__):
             raise
@@ -296,24 +292,12 @@ def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:
     return path
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path) -> BaseFileLock:
     """Hold the folder until the process ends, however it ends."""
     try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        return None
-    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise RunFolderError(f"another process is training in {path}") from error
-    return lock
-
-
-def _unlock(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
+        return acquire_lock(path / ".lock", mode=0o644)
+    except Timeout as error:
+        raise RunDirectoryError(f"another process is training in {path}") from error
 
 
 @contextmanager
@@ -321,7 +305,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderError(f"cannot write to {path}: {error.strerror}") from error
+        raise RunDirectoryError(f"cannot write to {path}: {error.strerror}") from error
 
 
 def _write(path: Path, values: Any) -> None:

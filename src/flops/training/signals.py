@@ -1,4 +1,4 @@
-"""Ctrl-C and polite kills: finish the step, write a checkpoint, then stop."""
+"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, then stop."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopping:
-    """Notes that the process was asked to stop, while it is entered; the second time it stops.
+class GracefulStop:
+    """Records a request to stop instead of stopping; a second one raises KeyboardInterrupt.
 
     Args:
         active: False leaves signals alone. So does a thread other than the main one, which cannot
             receive them.
 
     Attributes:
-        asked: Whether a signal came.
+        requested: Whether a signal came.
     """
 
     def __init__(self, active: bool) -> None:
         self._active = active and threading.current_thread() is threading.main_thread()
         self._before: dict[signal.Signals, Any] = {}
-        self.asked = False
+        self.requested = False
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> GracefulStop:
         """Take the signals over."""
         if self._active:
-            self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._request) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,7 +37,7 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True

@@ -1,24 +1,27 @@
-"""What a training run asks of its task: a model, data, an engine, a measure of success.
+"""What a training run needs of its task: a model, data, an engine, a measure of success.
 
-`flops.tasks.classification.task` trains image classifiers, `flops.tasks.alignment.task` aligns two
-models; the loop, the run folder, checkpoints, progress and resuming are the same.
+`flops.tasks.classification` trains image classifiers, `flops.tasks.alignment` aligns two models;
+the loop, the run directory, checkpoints, progress and resuming are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from flops.engine.collectives import Team
+from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
+from flops.training.config import RunConfig
 from flops.training.progress import Evaluation
 
 
-class Points(Protocol):
-    """Points of a split: their number and what a row holds never change."""
+class TaskSplit(Protocol):
+    """A split: neither the number of points nor what a row holds ever changes."""
 
     @property
     def labels(self) -> Tensor:
@@ -28,17 +31,17 @@ class Points(Protocol):
         """Number of points."""
 
 
-class Data(Protocol):
+class TaskData(Protocol):
     """Three splits, and what is known about them."""
 
     @property
-    def train(self) -> Points: ...  # noqa: D102
+    def train(self) -> TaskSplit: ...  # noqa: D102
 
     @property
-    def validation(self) -> Points: ...  # noqa: D102
+    def validation(self) -> TaskSplit: ...  # noqa: D102
 
     @property
-    def test(self) -> Points: ...  # noqa: D102
+    def test(self) -> TaskSplit: ...  # noqa: D102
 
     @property
     def classes(self) -> tuple[str, ...]: ...  # noqa: D102
@@ -58,7 +61,7 @@ class Task(Protocol):
         """What is trained, in evaluation mode; frozen parameters are in no checkpoint."""
 
     @property
-    def data(self) -> Data:
+    def data(self) -> TaskData:
         """Its data."""
 
     @property
@@ -74,8 +77,8 @@ class Task(Protocol):
     def limit_gradients(self) -> None:
         """Change gradients before the optimizer sees them, if configured."""
 
-    def measure(self, split: Any, team: Team) -> tuple[float, float]:
-        """Accuracy and mean loss on a split; the processes of a team share the work."""
+    def measure(self, split: Any, ranks: Collectives) -> tuple[float, float]:
+        """Accuracy and mean loss on a split; the processes of a ranks share the work."""
 
     def contents(self) -> Iterable[bytes]:
         """What tells the data from others: a run that goes on must find them unchanged."""
@@ -84,4 +87,16 @@ class Task(Protocol):
         """Images of some training points in [0, 1], (n, channels, side, side), to be looked at."""
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
-        """Write what was trained, and what else the task has to show, into the run folder."""
+        """Write what was trained, and what else the task has to show, into the run directory."""
+
+
+@singledispatch
+def open_task(config: RunConfig, device: torch.device) -> Task:
+    """Load the model and the data of a configuration.
+
+    A task registers itself for its configuration: `open_task.register(MyConfig)(MyTask)`.
+
+    Raises:
+        FlopsError: If the two do not fit together, or cannot be read.
+    """
+    raise TypeError(f"no task is registered for a {type(config).__name__}")

@@ -10,16 +10,17 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from flops.engine.collectives import Team
+from flops.engine.collectives import Collectives
 from flops.engine.report import StepReport
 from flops.errors import FlopsError
 from flops.perturb.random import generator
 from flops.training.config import RunConfig
 from flops.training.device import find_device
-from flops.training.progress import Evaluation, Progress, budget_mark, epoch_mark
+from flops.training.progress import Evaluation, RunProgress, budget_mark, epoch_mark
+from flops.training.task import open_task
 
 ORDER = 0x0D0E  # sets the order of the points apart from other uses of the seed
-LOOK = 16  # rows by which the engine finds out how the model is built
+PROBE_ROWS = 16  # on which the engine traces the model
 
 
 class Trainer:
@@ -30,22 +31,22 @@ class Trainer:
 
     Attributes:
         task: Model and data.
-        team: Processes that train together.
+        ranks: Processes that train together.
         latest: Queries that each training point got when it was last seen, over all groups;
             -1 for a point that was not seen yet.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.team = config, Team.find("auto")
-        self.task = config.open(find_device(config.device))
+        self.config, self.ranks = config, Collectives.of("auto")
+        self.task = open_task(config, find_device(config.device))
         self.model, self.data = self.task.model, self.task.data
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _optimizer(config, trainable)
         self.fg = self.task.engine()
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.latest = torch.full((len(self.data.train),), -1)
         self._order: tuple[int, list[Tensor]] = (-1, [])
-        self._look()
+        self._probe()
 
     @property
     def points(self) -> int:
@@ -62,15 +63,15 @@ class Trainer:
             self._order = (epoch, list(order.split(self.config.batch)))
         return self._order[1]
 
-    def _look(self) -> None:
-        """Let the engine find out how the model is built, on the untrained weights.
+    def _probe(self) -> None:
+        """Let the engine trace the model on the untrained weights.
 
-        It would do so at the first step; then a resumed run would look at trained weights, and
-        pay twice.
+        It would do so at the first step; then a resumed run would trace trained weights, and pay
+        twice.
         """
-        rows = self.batches[0][:LOOK]
+        rows = self.batches[0][:PROBE_ROWS]
         with self.fg.session(*self.task.batch(rows), index=rows, skip=True) as session:
-            self.progress.charge("probe", float(session.probe) + session.cost)
+            self.progress.charge("probe", float(session.probe) + session.clean)
 
     def step(self) -> dict[str, Any]:
         """One step; returns its line for the metrics."""
@@ -105,7 +106,10 @@ class Trainer:
             "forward_equivalents": progress.spent,
             "parts": dict(progress.parts),
             "snr": dict(report.snr),
-            "shaping": {n: {"k": s.k, "captured": s.captured} for n, s in report.shaping.items()},
+            "shaping": {
+                n: {"k": s.k, "explained_variance": s.explained_variance}
+                for n, s in report.shaping.items()
+            },
             "seconds": progress.seconds,
         }
 
@@ -154,11 +158,11 @@ class Trainer:
         return min(1.0, max(parts) if self.config.until == "first" else min(parts))
 
     def evaluate(self, marks: list[str]) -> Evaluation:
-        """Look at the validation split, and at a stop, if asked, at the test split."""
-        accuracy, loss = self.task.measure(self.data.validation, self.team)
+        """Evaluate on the validation split and, at a stop and if configured, the test split."""
+        accuracy, loss = self.task.measure(self.data.validation, self.ranks)
         test = None
         if self.config.test and set(marks) & set(self.stops):
-            test, _ = self.task.measure(self.data.test, self.team)
+            test, _ = self.task.measure(self.data.test, self.ranks)
         progress = self.progress
         found = Evaluation(
             progress.step,
@@ -222,7 +226,7 @@ class Trainer:
             raise FlopsError("the checkpoint is of another model; start a new run")
         self.fg.load_state_dict(state["engine"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress.from_dict(state["progress"])
+        self.progress = RunProgress.from_dict(state["progress"])
         self.latest = state["latest"].clone()
 
 

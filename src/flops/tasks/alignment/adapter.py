@@ -42,7 +42,7 @@ class AlignmentModel(nn.Module):
         self.tokens = tokens
         self._depth = 0
         if len(instruction):
-            self._remember(instruction)
+            self._cache_instruction(instruction)
 
     @property
     def words(self) -> nn.Embedding:
@@ -50,7 +50,7 @@ class AlignmentModel(nn.Module):
         found: nn.Embedding = self.language.get_input_embeddings()
         return found
 
-    def _remember(self, instruction: Tensor) -> None:
+    def _cache_instruction(self, instruction: Tensor) -> None:
         """Keep keys and values of the instruction, as buffers, so that they move with the model."""
         with torch.no_grad():
             past = self.language(instruction[None], use_cache=True).past_key_values
@@ -72,7 +72,7 @@ class AlignmentModel(nn.Module):
             cache.update(*(part.expand(rows, -1, -1, -1) for part in pair), depth)
         return cache
 
-    def begin(self, features: Tensor, seed: int) -> None:
+    def reset_adapter(self, features: Tensor, seed: int) -> None:
         """Draw a fresh adapter whose visual tokens are as long as the model's words, on average.
 
         Args:
@@ -116,7 +116,7 @@ class AlignmentModel(nn.Module):
         return found
 
     @torch.no_grad()
-    def speak(self, features: Tensor, end: int, most: int = 16) -> Tensor:
+    def generate(self, features: Tensor, end: int, most: int = 16) -> Tensor:
         """The likeliest token, again and again, until all have said the end, (B, <= most)."""
         said = torch.empty(len(features), 0, dtype=torch.long, device=features.device)
         over = torch.zeros(len(features), dtype=torch.bool, device=features.device)
@@ -129,6 +129,6 @@ class AlignmentModel(nn.Module):
         return said
 
 
-def losses_as_they_are(outputs: Tensor, targets: object) -> Tensor:
+def identity_loss(outputs: Tensor, targets: object) -> Tensor:
     """The model's outputs are its losses already."""
     return outputs

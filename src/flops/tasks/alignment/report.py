@@ -6,14 +6,11 @@ import itertools
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flops.report.curves import read_metrics
 from flops.storage.files import atomic_write
+from flops.tasks.alignment.config import AlignConfig
 from flops.training.progress import Evaluation
-
-if TYPE_CHECKING:
-    from flops.cli.align import AlignConfig
 
 
 @dataclass(frozen=True)

@@ -7,28 +7,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flops.engine.collectives import Team
+from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.errors import FlopsError
 from flops.perturb.random import generator
 from flops.storage.disk import filling
-from flops.tasks.alignment.adapter import AlignmentModel, losses_as_they_are
+from flops.tasks.alignment.adapter import AlignmentModel, identity_loss
+from flops.tasks.alignment.config import AlignConfig
 from flops.tasks.alignment.models import Encoder, load_encoder, load_language
 from flops.tasks.alignment.report import Sample, write_report
 from flops.tasks.data.pairs import PairSplit, load_pairs
 from flops.tasks.data.splits import BrokenImageError
 from flops.training.methods import engine, estimator
 from flops.training.progress import Evaluation
-
-if TYPE_CHECKING:
-    from flops.cli.align import AlignConfig
+from flops.training.task import open_task
 
 SHUFFLE = 0x5FFE  # sets the shuffled images of a control apart from other uses of the seed
 PAD = 8  # free captions are padded to a multiple of so many tokens, so that few lengths occur
@@ -97,11 +96,11 @@ class Alignment:
     def _new_model(self) -> AlignmentModel:
         """A fresh adapter before the language model."""
         config, features = self.config, self.data.train.features
-        opening = self.language.opening(config.instruction)
+        opening = self.language.prefix_tokens(config.instruction)
         opening = opening.to(next(self.language.model.parameters()).device)
         width = features.size(1)
         model = AlignmentModel(self.language.model, width, opening, config.visual_tokens)
-        model.begin(features, config.seed)
+        model.reset_adapter(features, config.seed)
         return model.to(self.device).eval()
 
     def _encoded(self, encoder: Encoder) -> EncodedData:
@@ -160,7 +159,7 @@ class Alignment:
         ]
         return engine(
             self.model,
-            losses_as_they_are,
+            identity_loss,
             method,
             seed=config.seed,
             chunk=config.chunk,
@@ -193,7 +192,7 @@ class Alignment:
         """Nothing is clipped."""
 
     @torch.inference_mode()
-    def measure(self, split: Encoded, team: Team) -> tuple[float, float]:
+    def measure(self, split: Encoded, ranks: Collectives) -> tuple[float, float]:
         """Share of points whose own caption is the likeliest of its choices, and mean loss.
 
         Captions of classes are compared by their likelihood, and free ones, whose lengths have
@@ -202,10 +201,10 @@ class Alignment:
         if not len(split):
             raise FlopsError("there is nothing to evaluate on: the split has no points")
         right, total = 0.0, 0.0
-        for rows in torch.arange(len(split)).split(ROWS)[team.rank :: team.size]:
+        for rows in torch.arange(len(split)).split(ROWS)[ranks.rank :: ranks.size]:
             total += float(self.model(**self._inputs(split, rows)).double().sum())
             right += sum(self._is_right(split, rows))
-        all_right, all_loss = team.sum([right, total])
+        all_right, all_loss = ranks.sum_scalars([right, total])
         return all_right / len(split), all_loss / len(split)
 
     def _is_right(self, split: Encoded, rows: Tensor) -> list[bool]:
@@ -265,15 +264,18 @@ class Alignment:
         features = split.features[split.pairs.rows[rows]].to(self.device)
         trained = {n: p.detach().clone() for n, p in self.model.adapter.state_dict().items()}
         after = self._said(features)
-        self.model.begin(self.data.train.features, self.config.seed)
+        self.model.reset_adapter(self.data.train.features, self.config.seed)
         before = self._said(features)
         self.model.adapter.load_state_dict(trained)
         captions = [split.pairs.captions[i] for i in rows.tolist()]
         return [Sample(*row) for row in zip(captions, before, after, strict=True)]
 
     def _said(self, features: Tensor) -> list[str]:
-        said = self.model.speak(features, self.language.end)
+        said = self.model.generate(features, self.language.end)
         return [self.language.text(tokens) for tokens in said.cpu()]
+
+
+open_task.register(AlignConfig)(Alignment)
 
 
 def _one_by_one(split: PairSplit, rows: Tensor) -> tuple[Tensor, set[int]]:

@@ -1,34 +1,43 @@
-"""Settings of `flops finetune`: defaults, presets, and their checks.
-
-Later ones win: the preset, the configuration file, the command line.
-"""
+"""Configuration of `flops finetune`, and its presets."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field, model_validator
 
 from flops.estimators.likelihood_ratio import Targets
-from flops.tasks.classification.models import Head
-from flops.training.config import TINY, ConfigError, RunConfig, check_names, merged, read_file
-from flops.training.methods import PRESETS, Method
+from flops.tasks.models.vit import Head
+from flops.training.config import FromList, PositiveFloat, RunConfig
+from flops.training.methods import Method
 
-if TYPE_CHECKING:
-    import torch
+FinetunePreset = Literal["tiny", "vit-base", "vit-large"]
+SPLITS = ("train", "validation", "test")
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "vit-base": {
+        "batch": 128,
+        "epochs": 10,
+        "learning_rate": 1e-4,
+        "stages": 3,
+        "sigma": (1e-5, 1e-4, 1e-3),
+    },
+    "vit-large": {
+        "batch": 128,
+        "epochs": 10,
+        "learning_rate": 1e-4,
+        "stages": 4,
+        "sigma": (5e-6, 1e-5, 1e-4, 1e-3),
+    },
+}
+assert tuple(PRESETS) == get_args(FinetunePreset)
 
-    from flops.training.task import Task
 
-__all__ = ["Config", "ConfigError", "check_names", "from_dict", "preset", "read_file"]
-
-
-@dataclass(frozen=True)
-class Config(RunConfig):
-    """Everything that decides what a run does; plain values, so that it can be written as JSON.
+class FinetuneConfig(RunConfig):
+    """Everything that decides what a run of `flops finetune` does.
 
     Raises:
-        ConfigError: If a value is not allowed.
+        ConfigError: If a name is unknown or a value is not allowed.
     """
 
     model: str = "bundled"
@@ -45,37 +54,34 @@ class Config(RunConfig):
     """Column of classes, of a Hugging Face data set; None finds it."""
     split_column: str | None = None
     """Column that says which split a row belongs to, of a Hugging Face data set."""
-    splits: tuple[str, ...] = ()
+    splits: Annotated[tuple[str, ...], FromList] = ()
     """Which of its splits to use, such as train=train validation=none test=validation; none holds
     them out of train."""
     strict: bool = False
     """Stop at a missing or broken image, instead of skipping it with a warning."""
     targets: Targets | None = None
     """What likelihood ratio perturbs; None is the method's own choice."""
-    stages: int = TINY.stages
+    stages: Annotated[int, Field(gt=0)] = 3
     """Groups into which the layers are cut."""
-    clip_attention: float | None = None
+    clip_attention: PositiveFloat | None = None
     """Largest norm of the gradient of all attention parameters; None leaves it."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        self._need(self.stages > 0, "stages", "greater than 0")
-        most = self.clip_attention
-        self._need(most is None or most > 0, "clip_attention", "greater than 0, or None")
+    @model_validator(mode="after")
+    def _check_splits(self) -> Self:
         self.named_splits()
-        super().__post_init__()
+        return self
 
     def named_splits(self) -> dict[str, str | None] | None:
         """The splits by our names; None if none were given.
 
         Raises:
-            ConfigError: If one is not written as ours=theirs.
+            ValueError: If one is not written as ours=theirs.
         """
         found: dict[str, str | None] = {}
         for given in self.splits:
             ours, equals, theirs = given.partition("=")
-            if not equals or not theirs or ours not in ("train", "validation", "test"):
-                raise ConfigError(
+            if not equals or not theirs or ours not in SPLITS:
+                raise ValueError(
                     f"splits are given as train=NAME, validation=NAME or test=NAME, not '{given}'"
                 )
             found[ours] = None if theirs.lower() == "none" else theirs
@@ -86,29 +92,3 @@ class Config(RunConfig):
         return Method(
             self.method, self.queries, self.sigma, self.targets, self.stages, self.clip_attention
         )
-
-    def open(self, device: torch.device) -> Task:
-        """Load the classifier and its data."""
-        from flops.tasks.classification.task import Classification
-
-        return Classification(self, device)
-
-
-def from_dict(values: Mapping[str, Any], base: Config | None = None) -> Config:
-    """A configuration from plain values, the others as in ``base`` (the defaults if None).
-
-    Raises:
-        ConfigError: If a name is unknown or a value is of the wrong type.
-    """
-    return merged(base or Config(), values)
-
-
-def preset(name: str) -> dict[str, Any]:
-    """The settings of a preset.
-
-    Raises:
-        ConfigError: If there is none of this name.
-    """
-    if name not in tuple(PRESETS):  # of a file it may be anything, a list too
-        raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, not '{name}'")
-    return dataclasses.asdict(PRESETS[name])

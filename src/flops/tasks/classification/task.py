@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flops.engine.collectives import Team
+from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
 from flops.errors import FlopsError
 from flops.optional import MissingPackageError, require
 from flops.storage.disk import filling
-from flops.tasks.classification.bundled import logits
-from flops.tasks.classification.config import Config
-from flops.tasks.classification.models import image_format, load_model
+from flops.tasks.classification.config import FinetuneConfig
+from flops.tasks.classification.metrics import logits
 from flops.tasks.data.images import ImageData, ImageFormat, load
 from flops.tasks.data.splits import ImageSplit
+from flops.tasks.models.vit import image_format, load_model
 from flops.tasks.models.weights import warn_of_other_classes
 from flops.training.methods import engine
 from flops.training.progress import Evaluation
+from flops.training.task import open_task
 
 
 class Classification:
@@ -37,7 +38,7 @@ class Classification:
         FlopsError: If model and data do not fit together, or are not there.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: FinetuneConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.model, self.format, self.data = _load(config)
         self.model.to(device).eval()
@@ -67,9 +68,9 @@ class Classification:
         if self.config.clip_attention is not None:
             clip_attention(self.model, self.config.clip_attention)
 
-    def measure(self, split: ImageSplit, team: Team) -> tuple[float, float]:
+    def measure(self, split: ImageSplit, ranks: Collectives) -> tuple[float, float]:
         """Accuracy and mean loss on a split."""
-        return measure(self.model, split, self.config.batch, self.device, team)
+        return measure(self.model, split, self.config.batch, self.device, ranks)
 
     def contents(self) -> Iterator[bytes]:
         """The classes, and the labels of all splits."""
@@ -101,6 +102,9 @@ class Classification:
                 logging.enable_progress_bar()
 
 
+open_task.register(FinetuneConfig)(Classification)
+
+
 def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
     """Cross-entropy of each point."""
     return F.cross_entropy(logits(outputs), targets, reduction="none")
@@ -111,23 +115,23 @@ def measure(
     split: ImageSplit,
     batch: int,
     device: torch.device,
-    team: Team | None = None,
+    ranks: Collectives | None = None,
 ) -> tuple[float, float]:
-    """Accuracy and mean loss on a split; the processes of a team take the batches in turn.
+    """Accuracy and mean loss on a split; the processes of a ranks take the batches in turn.
 
     Raises:
         FlopsError: If it has no points.
     """
     if not len(split):
         raise FlopsError("there is nothing to evaluate on: the split has no points")
-    right, total, team = 0, 0.0, team or Team()
+    right, total, ranks = 0, 0.0, ranks or Collectives()
     with torch.inference_mode():
-        for rows in torch.arange(len(split)).split(max(64, batch))[team.rank :: team.size]:
+        for rows in torch.arange(len(split)).split(max(64, batch))[ranks.rank :: ranks.size]:
             pixels, labels = split.batch(rows)
             outputs, labels = model(pixels.to(device)), labels.to(device)
             right += int((logits(outputs).argmax(-1) == labels).sum())
             total += float(loss_fn(outputs, labels).double().sum())
-    all_right, all_loss = team.sum([right, total])
+    all_right, all_loss = ranks.sum_scalars([right, total])
     return all_right / len(split), all_loss / len(split)
 
 
@@ -138,8 +142,8 @@ def clip_attention(model: nn.Module, most: float) -> None:
     torch.nn.utils.clip_grad_norm_(parameters, most)
 
 
-def load_data(config: Config, format: ImageFormat) -> ImageData:
-    """The data of a configuration, in a model's format; see `flops.tasks.data.images.load`."""
+def load_data(config: FinetuneConfig, format: ImageFormat) -> ImageData:
+    """The data of a configuration, in a model's format; raises as `tasks.data.images.load`."""
     return load(
         config.data,
         format,
@@ -153,7 +157,7 @@ def load_data(config: Config, format: ImageFormat) -> ImageData:
     )
 
 
-def _load(config: Config) -> tuple[nn.Module, ImageFormat, ImageData]:
+def _load(config: FinetuneConfig) -> tuple[nn.Module, ImageFormat, ImageData]:
     try:
         # The data want the model's format, and the model's head wants the number of classes.
         data = load_data(config, image_format(config.model))

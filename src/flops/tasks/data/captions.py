@@ -30,7 +30,7 @@ def noun(name: str) -> str:
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
-def shown_how(names: Sequence[str] = EXAMPLES) -> str:
+def few_shot_instruction(names: Sequence[str] = EXAMPLES) -> str:
     """An instruction by examples: a name, then a caption of it, one line for each template.
 
     The visual token then stands where a name would. A language model that was never told to

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flops.blackbox.tuning import Points
+from flops.blackbox.tuning import SplitIndices
 from flops.errors import FlopsError
 from flops.tasks.data.fashion import fashion_shots
 from flops.tasks.data.images import load
@@ -30,7 +30,7 @@ class FewShots:
 
     pixels: Tensor
     labels: Tensor
-    points: Points
+    points: SplitIndices
     classes: tuple[str, ...]
 
 
@@ -105,4 +105,4 @@ def _joined(parts: list[tuple[Tensor, Tensor]], classes: tuple[str, ...]) -> Few
     labels = torch.cat([y for _, y in parts])
     sizes = [len(y) for _, y in parts]
     train, validation, test = torch.arange(len(labels)).split(sizes)
-    return FewShots(pixels, labels, Points(train, validation, test), classes)
+    return FewShots(pixels, labels, SplitIndices(train, validation, test), classes)

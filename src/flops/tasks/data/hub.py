@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DatasetSource:
     """Where a data set is, and what it calls its columns and splits; None is found out."""
 
     source: str  # hub id or local path
@@ -38,13 +38,13 @@ class Entry:
 # its test split validation; both are tested on "validation", as is customary.
 _TESTED_ON_VALIDATION = {"train": "train", "validation": None, "test": "validation"}
 NAMED = {
-    "imagenet": Entry("ILSVRC/imagenet-1k", "image", "label", splits=_TESTED_ON_VALIDATION),
-    "caltech101": Entry("dpdl-benchmark/caltech101", "image", "label"),
-    "food101": Entry("ethz/food101", "image", "label", splits=_TESTED_ON_VALIDATION),
-    "flowers102": Entry("dpdl-benchmark/oxford_flowers102", "image", "label"),
-    "cifar10": Entry("uoft-cs/cifar10", "img", "label"),
-    "cifar100": Entry("uoft-cs/cifar100", "img", "fine_label"),
-    "eurosat": Entry("blanchon/EuroSAT_RGB", "image", "label"),
+    "imagenet": DatasetSource("ILSVRC/imagenet-1k", "image", "label", splits=_TESTED_ON_VALIDATION),
+    "caltech101": DatasetSource("dpdl-benchmark/caltech101", "image", "label"),
+    "food101": DatasetSource("ethz/food101", "image", "label", splits=_TESTED_ON_VALIDATION),
+    "flowers102": DatasetSource("dpdl-benchmark/oxford_flowers102", "image", "label"),
+    "cifar10": DatasetSource("uoft-cs/cifar10", "img", "label"),
+    "cifar100": DatasetSource("uoft-cs/cifar100", "img", "fine_label"),
+    "eurosat": DatasetSource("blanchon/EuroSAT_RGB", "image", "label"),
 }
 
 
@@ -84,7 +84,7 @@ def is_dataset(path: Path) -> bool:
     return any((path / mark).is_file() for mark in marks) or bool(next(_parquet(path), None))
 
 
-def read_dataset(entry: Entry) -> tuple[dict[str, Listing], tuple[str, ...]]:
+def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, ...]]:
     """List the images of a data set, split by split in the order of its rows.
 
     Parquet files belong to the split that their name or their folder's name says, else to train.
@@ -132,7 +132,7 @@ def read_dataset(entry: Entry) -> tuple[dict[str, Listing], tuple[str, ...]]:
     return listings, classes
 
 
-def _open(entry: Entry) -> dict[str, Any]:
+def _open(entry: DatasetSource) -> dict[str, Any]:
     """Return the data set's own splits by their own names."""
     datasets, path = require("datasets", "data"), Path(entry.source).expanduser()
     bars = datasets.utils.logging.is_progress_bar_enabled()

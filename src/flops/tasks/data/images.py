@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from flops.tasks.classification import bundled as vision
+from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD, Splits, digits
+from flops.tasks.data.fashion_mnist import fashion_mnist
 from flops.tasks.data.folders import read_folder
-from flops.tasks.data.hub import NAMED, Entry, is_dataset, read_dataset
+from flops.tasks.data.hub import NAMED, DatasetSource, is_dataset, read_dataset
 from flops.tasks.data.pixels import ImageFormat
 from flops.tasks.data.splits import (
     BrokenImageError,
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 # What the bundled model reads, which is also how the embedded data are kept.
-BUNDLED_FORMAT = ImageFormat(vision.IMAGE_SIZE, 1, (vision.IMAGE_MEAN,), (vision.IMAGE_STD,))
+BUNDLED_FORMAT = ImageFormat(IMAGE_SIZE, 1, (IMAGE_MEAN,), (IMAGE_STD,))
 NAMES = ("digits", "fashion-mnist", *NAMED)
 FASHION_CLASSES: tuple[str, ...] = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat")
 FASHION_CLASSES += ("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -117,13 +118,13 @@ def load(
     given: dict[str, Any] = {**options, "splits": splits, "config": config}
     given = {key: value for key, value in given.items() if value is not None}
     entry = _resolve(data, format)
-    if given and not isinstance(entry, Entry):
+    if given and not isinstance(entry, DatasetSource):
         raise ValueError(
             f"columns, splits and config are for Hugging Face datasets; {data!r} has none"
         )
-    if isinstance(entry, vision.Splits):
+    if isinstance(entry, Splits):
         return _embedded(data, entry, format, limit)
-    if isinstance(entry, Entry):
+    if isinstance(entry, DatasetSource):
         listings, classes = read_dataset(replace(entry, **given))
     else:
         listings, classes = read_folder(entry)
@@ -135,18 +136,18 @@ def load(
     return _decoded(data, listings, classes, format, notes, strict, memory)
 
 
-def _resolve(data: str, format: ImageFormat) -> vision.Splits | Entry | Path:
+def _resolve(data: str, format: ImageFormat) -> Splits | DatasetSource | Path:
     """Return the embedded data, or where to look."""
     name, colon, place = data.partition(":")
     if name == "digits" and not colon:
-        return vision.digits(size=format.size if format == BUNDLED_FORMAT else 8)
+        return digits(size=format.size if format == BUNDLED_FORMAT else 8)
     if name == "fashion-mnist":
-        return vision.fashion_mnist(Path(place).expanduser() if colon else None)
+        return fashion_mnist(Path(place).expanduser() if colon else None)
     if name in NAMED and not colon:
         return NAMED[name]
     path = Path(place if colon and name in NAMED else data).expanduser()
     if (place if colon and name in NAMED else data) and path.exists():  # Path("") would be here
-        entry = NAMED.get(name, Entry("")) if colon else Entry("")
+        entry = NAMED.get(name, DatasetSource("")) if colon else DatasetSource("")
         if is_dataset(path):
             return replace(entry, source=str(path))
         if path.is_dir():
@@ -154,16 +155,14 @@ def _resolve(data: str, format: ImageFormat) -> vision.Splits | Entry | Path:
         raise ValueError(f"{path} is a file, and not a parquet file; give the folder it is in")
     hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data)
     if not colon and hub_id and not path.parent.is_dir():  # else it is a local path, mistyped
-        return Entry(data)
+        return DatasetSource(data)
     raise FileNotFoundError(
         f"no data {data!r}: give one of {', '.join(NAMES)}, the path of a folder or parquet file "
         "that exists, name:path for a copy of a named data set, or a Hugging Face id, owner/name"
     )
 
 
-def _embedded(
-    data: str, splits: vision.Splits, format: ImageFormat, limit: int | None
-) -> ImageData:
+def _embedded(data: str, splits: Splits, format: ImageFormat, limit: int | None) -> ImageData:
     """Return an embedded data set; for other models than the bundled one, resized by batches."""
     found: list[ImageSplit] = []
     for split in (splits.train, splits.validation, splits.test):

@@ -20,6 +20,7 @@ from torch import Tensor
 from flops.storage.plain import parse_json, parse_object
 from flops.tasks.data import images
 from flops.tasks.data.captions import TEMPLATES, class_captions
+from flops.tasks.data.fashion import fashion_shots
 from flops.tasks.data.folders import EXTENSIONS, Files
 from flops.tasks.data.pixels import ImageFormat
 from flops.tasks.data.splits import ImageSplit, LazySplit, Listing, StoredSplit, hold_out
@@ -134,8 +135,6 @@ def load_pairs(
 
 
 def _fashion(format: ImageFormat, limit: int | None) -> PairData:
-    from flops.tasks.data.fashion import fashion_shots
-
     shots = fashion_shots(shift=False)
     splits = []
     for split in (shots.train, shots.validation, shots.test):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from flops.errors import FlopsError
 from flops.optional import require
 from flops.tasks.data.pixels import UNREADABLE, ImageFormat, decode
 
@@ -82,7 +83,7 @@ class Listing:
             raise BrokenImageError(f"cannot read {self.pictures.name(row)} ({reason})") from error
 
 
-class BrokenImageError(ValueError):
+class BrokenImageError(FlopsError, ValueError):
     """An image is missing, cut off, or no image."""
 
 

@@ -11,8 +11,8 @@ import torch
 
 from flops.errors import FlopsError
 from flops.optional import require
-from flops.tasks.classification.models import _format, _preprocessor
 from flops.tasks.data.pixels import ImageFormat
+from flops.tasks.models.vit import _format, _preprocessor
 
 BUNDLED = "tiny-clip"
 # Explicit matrix products, one for each sequence and head: each sees its own sequence alone, so the

@@ -7,9 +7,9 @@
 | ops-lr | the same | Gaussian, the paper's |
 | spsa | signs in pairs, own for every point | equal |
 | ops-spsa | the same | Gaussian |
-| shaped-lr | Gaussian; what all queries said of the logits is remembered | Gaussian |
+| shaped-lr | Gaussian; the Jacobian of the logits is remembered | Gaussian |
 | cma-es | a population, one vector for the batch | |
-| bp | none: backpropagation through a model of one's own, the bound | |
+| bp | none: backpropagation through a local model, the bound | |
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from torch import Tensor, nn
 
 from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
-from flops.blackbox.ask_tell import Inquiry
-from flops.blackbox.cma import Evolution
-from flops.blackbox.estimating import Options
+from flops.blackbox.ask_tell import AskTell, Work
+from flops.blackbox.cma import CMAES
 from flops.blackbox.order import Order
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.tuner import Tuner
 from flops.blackbox.tuning import Stepper
-from flops.engine.meetings import Work
 from flops.errors import FlopsError
 from flops.estimators import SPSA, LikelihoodRatio
 from flops.subspace.config import Shaping
@@ -40,7 +38,7 @@ from flops.tasks.prompts.prompt import LocalObjective
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a method needs to know.
+    """Settings of a method.
 
     Attributes:
         name: Which one.
@@ -75,19 +73,17 @@ def stepper(
         points: How many points there are.
         parts: Of the parameters.
         local: The model itself, for bp.
-        outputs: What shaped noise reads from answers.
+        outputs: What shaped noise reads from the columns.
     """
     if recipe.name == "manual":
         return None
     if recipe.name == "cma-es":
-        return Evolution(
-            start, points, sigma=recipe.step_size, batch=recipe.batch, seed=recipe.seed
-        )
+        return CMAES(start, points, sigma=recipe.step_size, batch=recipe.batch, seed=recipe.seed)
     if recipe.name == "bp":
         if local is None:
             raise FlopsError("bp needs the model itself, not a service: give --model")
         return Backpropagation(start, points, local, recipe)
-    estimator: Options = SPSA(recipe.sigma)
+    estimator: LikelihoodRatio | SPSA = SPSA(recipe.sigma)
     if "lr" in recipe.name:
         shaping = Shaping() if recipe.name == "shaped-lr" else None
         estimator = LikelihoodRatio(recipe.sigma, shaping=shaping)
@@ -107,7 +103,7 @@ def stepper(
     )
 
 
-class Backpropagation(Inquiry):
+class Backpropagation(AskTell):
     """Exact gradients of a local model, in the same batches with the same optimizer."""
 
     def __init__(
@@ -130,11 +126,11 @@ class Backpropagation(Inquiry):
         return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
-        """It asks nothing."""
+        """It evaluates no candidates."""
         return 0
 
     def stepping(self) -> Work[None]:
-        """One step, without a question."""
+        """One step, without candidates."""
         points = self._order.at(self.steps)
         self.optimizer.zero_grad()
         self.local.losses(self.theta.expand(len(points), -1), points).mean().backward()
@@ -152,7 +148,7 @@ class Backpropagation(Inquiry):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         with torch.no_grad():
             self.theta.copy_(state["theta"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

@@ -8,8 +8,8 @@ for new tokens) and .3 for images. Tuning starts from z ~ N(0, .3^2). (From z = 
 would be equal, and at the point where LayerNorm has no derivative.) With ``single`` there is one
 vector for each modality, d_T + d_I numbers in all, and W makes all of its prompt vectors at once.
 
-An objective turns z into prompts and asks for logits; the loss is the cross-entropy of the right
-class, which stays with whoever tunes.
+An objective turns z into prompts and requests logits; the loss is the cross-entropy of the right
+class, whose label stays with the client.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flops.blackbox.journal import Answer, Request
-from flops.blackbox.objective import Question
+from flops.blackbox.journal import Evaluation, Request
+from flops.blackbox.objective import Candidates
 from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError
 from flops.perturb.random import generator
-from flops.serve.client import Query, ServiceClient
+from flops.serve.client import KeyedScoreRequest, ServiceClient
 from flops.tasks.models.clip import PromptedClip
 
-EMBED = "embed"  # kind of question whose answer also has the logits
-STEPS = ("clean", "query")  # kinds whose answers have them where logits are read
+EMBED = "embed"  # kind of candidates whose columns include the logits
+STEPS = ("clean", "query")  # kinds whose columns include them where logits are read
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def columns(logits: Tensor, labels: Tensor, kind: str, shown: bool = False) -> T
 
 
 def outputs_of(labels: Tensor) -> Outputs:
-    """Logits of such answers, less their mean, which changes no loss."""
+    """Logits in such columns, less their mean, which changes no loss."""
 
-    def centred(answer: Tensor) -> Tensor:
-        logits = answer[:, 2:]
+    def centred(columns: Tensor) -> Tensor:
+        logits = columns[:, 2:]
         return logits - logits.mean(1, keepdim=True)
 
     def loss(outputs: Tensor, points: Tensor) -> Tensor:
@@ -177,14 +177,14 @@ def upload(client: ServiceClient, pixels: Tensor, limits: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True, eq=False)
 class ServiceObjective:
-    """Asks a service; every request under its key.
+    """Evaluates by a service; every request under its idempotency key.
 
     Attributes:
         client: Of the service.
         points: The uploaded points.
         labels: Class of each of them, shape (N,).
-        space: How z becomes prompts; None asks without any prompt vectors.
-        shown: Whether the answers of steps have the logits, which the service sends anyway.
+        space: How z becomes prompts.
+        shown: Whether the columns of steps include the logits, which the service sends anyway.
     """
 
     client: ServiceClient
@@ -193,56 +193,56 @@ class ServiceObjective:
     space: PromptSpace
     shown: bool = False
 
-    def prepare(self, question: Question, key: str) -> list[Request]:
-        """Requests of a question, one for each set of points that it has rows of."""
-        text, image, of = prompts_of(self.space, question.parameters)
+    def prepare(self, candidates: Candidates, key: str) -> list[Request]:
+        """Requests of candidates, one for each set of points that they have rows of."""
+        text, image, of = prompts_of(self.space, candidates.parameters)
         found = []
-        for number, at in self._sets(question):
-            rows = question.points[at] - number * self.points.size
-            one = key if len(at) == len(question) else f"{key}-{number}"
+        for number, at in self._sets(candidates):
+            rows = candidates.points[at] - number * self.points.size
+            one = key if len(at) == len(candidates) else f"{key}-{number}"
             # Only the prompts of these rows: a prompt that no row has would be paid for.
             used, place = of[at].unique(return_inverse=True)
-            query = Query(
+            request = KeyedScoreRequest(
                 self.points.names[number], rows, text[used], place, image[used], place, one
             )
-            found.append(Request(one, query.body()))
+            found.append(Request(one, request.body()))
         return found
 
-    def send(self, question: Question, requests: Sequence[Request]) -> Answer:
+    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
         """Losses, hits and costs of requests, sent as they are."""
         logits: Tensor | None = None
         cost = {"texts": 0, "images": 0, "replays": 0}
-        for (_, at), request in zip(self._sets(question), requests, strict=True):
-            scores = self.client.ask(_Sealed(request, question.points[at]))
+        for (_, at), request in zip(self._sets(candidates), requests, strict=True):
+            scores = self.client.send(_StoredRequest(request, candidates.points[at]))
             if logits is None:
-                logits = scores.logits.new_empty(len(question), scores.logits.size(1))
+                logits = scores.logits.new_empty(len(candidates), scores.logits.size(1))
             logits[at] = scores.logits
             for name in ("texts", "images"):
                 cost[name] += int(getattr(scores, name))
             cost["replays"] += int(scores.replayed)
         assert logits is not None
-        labels = self.labels[question.points]
-        return Answer(columns(logits, labels, question.kind, self.shown), cost)
+        labels = self.labels[candidates.points]
+        return Evaluation(columns(logits, labels, candidates.kind, self.shown), cost)
 
-    def answer(self, question: Question, key: str) -> Answer:
-        """Both at once."""
-        return self.send(question, self.prepare(question, key))
+    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
+        """Prepare and send."""
+        return self.send(candidates, self.prepare(candidates, key))
 
-    def _sets(self, question: Question) -> list[tuple[int, Tensor]]:
+    def _sets(self, candidates: Candidates) -> list[tuple[int, Tensor]]:
         """Sets of uploaded points, and the rows that belong to each."""
-        sets = question.points // self.points.size
+        sets = candidates.points // self.points.size
         return [(n, torch.nonzero(sets == n).flatten()) for n in sets.unique().tolist()]
 
 
-class _Sealed(Query):
-    """A query whose bytes are what they are: made earlier, perhaps on another machine."""
+class _StoredRequest(KeyedScoreRequest):
+    """A request with stored bytes: serialized earlier, perhaps on another machine."""
 
     def __init__(self, request: Request, rows: Tensor) -> None:
         for name, value in (("key", request.key), ("rows", rows), ("_body", request.body)):
             object.__setattr__(self, name, value)
 
     def body(self) -> bytes:
-        """As it was."""
+        """The stored bytes."""
         body: bytes = vars(self)["_body"]
         return body
 
@@ -270,14 +270,14 @@ class LocalObjective:
         logits = self.logits(parameters, points)
         return F.cross_entropy(logits, self.labels[points], reduction="none")
 
-    def answer(self, question: Question, key: str) -> Answer:
+    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
         """Losses, hits and costs, in pieces."""
         found, texts = [], 0
         with torch.no_grad():
-            for begin in range(0, len(question), self.rows):
-                part = question.part(begin, begin + self.rows)
+            for begin in range(0, len(candidates), self.rows):
+                part = candidates.part(begin, begin + self.rows)
                 logits = self.logits(part.parameters, part.points).clone()
                 found.append(columns(logits, self.labels[part.points], part.kind, self.shown))
                 shared = len(part) > 1 and part.parameters.stride(0) == 0
                 texts += (1 if shared else len(part)) * len(self.model.classes)
-        return Answer(torch.cat(found).clone(), {"texts": texts, "images": len(question)})
+        return Evaluation(torch.cat(found).clone(), {"texts": texts, "images": len(candidates)})

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flops.optional import require
 from flops.report.intervals import paired
 from flops.report.table import Sheet
 from flops.storage.files import replacing
@@ -35,7 +36,7 @@ def table(results: Sequence[Result], methods: Sequence[str], price: float | None
     note = (
         "Test images, once, with the prompts that validate best. Queries: rows that were paid for, "
         "validation and test included; texts: class texts that the service encoded for them; both "
-        "are of the runs shown, not of those that chose step sizes. bp asks a model of its own."
+        "are of the runs shown, not of those that chose step sizes. bp runs a local model."
     )
     many = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "1 seed"
     return Sheet(f"Prompts of a black box, {many}", header, rows, note)
@@ -76,8 +77,6 @@ def differences(results: Sequence[Result]) -> Sheet | None:
 
 def plot(folder: Path, results: Sequence[Result]) -> Path:
     """Validation accuracy by queries, of the runs that are reported."""
-    from flops.optional import require
-
     matplotlib = require("matplotlib", "plots")
     matplotlib.use("Agg")
     figure = require("matplotlib.figure", "plots").Figure(figsize=(7, 4.5), layout="constrained")

@@ -13,10 +13,10 @@ from typing import Any
 from safetensors.torch import save
 
 from flops.allocators.base import Learner
-from flops.blackbox.evaluator import Answering, KeyedObjective, RequestObjective, drive
+from flops.blackbox.evaluator import Evaluator, KeyedObjective, RequestObjective, drive
 from flops.blackbox.journal import Journal
 from flops.blackbox.tuner import Tuner
-from flops.blackbox.tuning import Progress, Tuning
+from flops.blackbox.tuning import Tuning, TuningProgress
 from flops.errors import FlopsError
 from flops.serve.client import ServiceClient
 from flops.storage.files import atomic_write
@@ -33,8 +33,8 @@ from flops.tasks.prompts.prompt import (
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all runs of a command have in common; see `flops tune --help`."""
+class RunSettings:
+    """Settings that all runs of a command share; see `flops tune --help`."""
 
     space: PromptSpace
     epochs: int
@@ -45,8 +45,8 @@ class Settings:
 
 
 @dataclass(frozen=True, eq=False)
-class Whom:
-    """Whom a run asks: a service, or for backpropagation the model itself."""
+class Backend:
+    """What evaluates candidates: a service, or for backpropagation the model itself."""
 
     client: ServiceClient
     points: Uploaded
@@ -56,29 +56,29 @@ class Whom:
 def tune(
     folder: Path,
     recipe: Recipe,
-    settings: Settings,
+    settings: RunSettings,
     shots: FewShots,
-    whom: Whom,
+    backend: Backend,
     *,
     identity: dict[str, Any],
-    notify: Callable[[Progress], None] | None = None,
+    notify: Callable[[TuningProgress], None] | None = None,
     answered: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = warnings.warn,
 ) -> dict[str, Any]:
-    """Run it, or go on where it was stopped, and write what was found.
+    """Run it, or continue where it stopped, and write the results.
 
     Args:
         folder: Of this run.
         recipe: Method, step size, seed.
         settings: Common to all runs.
         shots: The data.
-        whom: Whom to ask.
+        backend: Evaluates the candidates.
         identity: Model and data, so that a journal of others is refused.
-        notify: Told after each epoch.
-        answered: Told the number of rows whenever some were answered.
-        stopped: Asked behind each answer whether to give up, which is an error.
-        say: Told what was wrong and is dealt with, in a sentence.
+        notify: Called after each epoch.
+        answered: Called with the number of rows whenever some were evaluated.
+        stopped: Called after each round; True stops the run with an error.
+        say: Called with problems that were handled, in a sentence.
 
     Returns:
         The result, as in result.json.
@@ -88,7 +88,7 @@ def tune(
     shown = recipe.name == "shaped-lr"  # it reads the logits, so its journal has them
     if shown:
         about["shown"] = shown
-    for free in ("budget", "concurrency"):  # they change no question: a run may go on with others
+    for free in ("budget", "concurrency"):  # they change no candidates: a run may change them
         del about[free]
     journal = Journal(folder / "journal.sqlite", about, say)
     try:
@@ -99,11 +99,11 @@ def tune(
         if recipe.name == "manual":  # no prompt vectors at all
             space = replace(space, text_tokens=0, image_tokens=0)
         if recipe.name == "bp":
-            assert whom.model is not None
-            images = whom.model.prepare(shots.pixels)
-            objective = local = LocalObjective(whom.model, images, shots.labels, space)
-        asked: KeyedObjective | RequestObjective = objective or ServiceObjective(
-            whom.client, whom.points, shots.labels, space, shown=shown
+            assert backend.model is not None
+            images = backend.model.prepare(shots.pixels)
+            objective = local = LocalObjective(backend.model, images, shots.labels, space)
+        evaluated: KeyedObjective | RequestObjective = objective or ServiceObjective(
+            backend.client, backend.points, shots.labels, space, shown=shown
         )
         start, outputs = space.start(), outputs_of(shots.labels)
         steps = stepper(recipe, start, len(shots.points.train), space.parts, local, outputs)
@@ -123,15 +123,15 @@ def tune(
             embed if compares else None,
             notify,
         )
-        answering = Answering(
-            asked,
+        evaluator = Evaluator(
+            evaluated,
             journal,
             settings.budget,
             settings.part,
             settings.concurrency,
             answered,
         )
-        _drive(run, answering, journal, whom.client, stopped)
+        _drive(run, evaluator, journal, backend.client, stopped)
         found = {"z": run.best, **{n: w.contiguous() for n, w in space.projections.items()}}
         result = _result(recipe, run, journal) | {"budget": settings.budget}
         lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in run.history)
@@ -145,7 +145,7 @@ def tune(
 
 def _drive(
     run: Tuning,
-    answering: Answering,
+    evaluator: Evaluator,
     journal: Journal,
     client: ServiceClient,
     stopped: Callable[[], bool],
@@ -164,7 +164,7 @@ def _drive(
         if stopped() and not run.done:
             raise FlopsError("the run was stopped")
 
-    drive(run, answering, count)
+    drive(run, evaluator, count)
 
 
 def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
@@ -178,7 +178,7 @@ def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
-    say(f"{path} cannot be read ({reason}); it is made again from the journal")
+    say(f"{path} cannot be read ({reason}); it is rebuilt from the journal")
     return None
 
 
@@ -189,7 +189,7 @@ def _write(path: Path, data: bytes) -> None:
     except OSError as error:
         raise FlopsError(
             f"{path} cannot be written ({error}): free some space and start the same command "
-            "again; all answers are in the journal, and nothing is paid for twice"
+            "again; all values are in the journal, and nothing is paid for twice"
         ) from error
 
 

@@ -1,0 +1,121 @@
+"""The parameters of a black box as a model: an identity, whose rows somebody else evaluates.
+
+Every row has the parameters for itself, so noise on the outputs of an identity is noise on the
+parameters, and its local product is the gradient. Estimators need no second version for black
+boxes: the engine perturbs this model, and the rows that come out of it are the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from flops.engine.collectives import Collectives
+from flops.engine.groups import ResolvedGroup
+from flops.engine.layout import Layouts
+from flops.engine.runner import Cost, LocalRunner
+from flops.engine.step import Query
+from flops.estimators.base import Estimator
+from flops.passes.batch import Batch
+from flops.passes.checks import RandomState
+from flops.passes.replay import Passes
+
+
+class Part(nn.Module):
+    """A part of the vector, the same for all rows."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = nn.Parameter(values)
+
+    def forward(self, points: Tensor) -> Tensor:
+        """The part for each row."""
+        return self.values.expand(len(points), *self.values.shape)
+
+
+class Vector(nn.Module):
+    """A vector of parameters, in parts with shapes of their own.
+
+    Args:
+        start: Its values, shape (d,).
+        shapes: Shape of each part by name.
+    """
+
+    def __init__(self, start: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        values = start.detach().to("cpu", torch.float32, copy=True).split(sizes)
+        self.names = tuple(shapes)
+        self.parts = nn.ModuleList(
+            Part(part.reshape(shape).clone())
+            for part, shape in zip(values, shapes.values(), strict=True)
+        )
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Parameters of each row, shape (rows, d)."""
+        return torch.cat([part(points).flatten(1) for part in self.parts], 1)
+
+    @property
+    def flat(self) -> Tensor:
+        """All parameters, shape (d,)."""
+        return torch.cat([p.detach().flatten() for p in self.parameters()])
+
+    def load(self, values: Tensor) -> None:
+        """Take other values, shape (d,)."""
+        with torch.no_grad():
+            sizes = [p.numel() for p in self.parameters()]
+            for parameter, part in zip(self.parameters(), values.split(sizes), strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+    def name(self, module: str) -> str:
+        """Name of the part that a module of this model holds."""
+        prefix, _, number = module.rpartition(".")
+        return self.names[int(number)] if prefix == "parts" else module
+
+
+class VectorEngine:
+    """Binds an estimator to a vector, and turns its queries into rows of parameters.
+
+    Args:
+        vector: The parameters.
+        estimator: How their gradient is estimated.
+        queries: Mean queries per point.
+        name: Of the group of all parameters.
+    """
+
+    def __init__(self, vector: Vector, estimator: Estimator, queries: float, name: str) -> None:
+        self._vector, self._seen = vector, torch.empty(0)
+        self.modules = dict(vector.named_modules())
+        parts = {n: m for n, m in self.modules.items() if isinstance(m, Part)}
+        self.group = ResolvedGroup(name, parts, tuple(vector.parameters()), estimator, queries)
+        estimator.check(self.group)
+        batch = self._batch(torch.arange(2))
+        layouts = Layouts(vector, self.modules, [self.group], False, None, False)
+        self._layout, _ = layouts.find(batch, RandomState())
+        self.binding = self._layout.bindings[0]
+
+    def _batch(self, points: Tensor) -> Batch:
+        def losses(outputs: Tensor, targets: None) -> Tensor:
+            self._seen = outputs
+            return outputs.sum(1)  # the true losses are asked for
+
+        return Batch(points, None, losses)
+
+    def runner(self, points: Tensor, chunk: int, cost: Cost) -> LocalRunner:
+        """Passes over a batch of points."""
+        batch = self._batch(points)
+        passes = Passes(self._vector, self.modules, self._layout.structure, batch)
+        return LocalRunner(passes, {}, len(points), chunk, Collectives(), cost)
+
+    def rows(self, query: Query, shared: bool) -> Tensor:
+        """Parameters of the rows of a query, shape (rows, d); in one memory if they are equal."""
+        runner, rows = query.step.runner, query.rows
+        assert isinstance(runner, LocalRunner)
+        some = rows.part(0, 1) if shared else rows
+        with torch.no_grad():
+            runner.run(query.step.group.name, query.perturbation, some)
+        found = self._seen.detach()
+        found = found.clone() if found.is_inference() else found
+        return found[:1].expand(len(rows), -1) if shared else found

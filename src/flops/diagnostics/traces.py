@@ -1,0 +1,64 @@
+"""Traces from the gradients of single draws, the paper's way; to check the scalars by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flops.allocators.base import Signal
+from flops.allocators.fixed import Fixed
+from flops.engine.groups import ResolvedGroup
+from flops.engine.step import Session, Spent, spend
+from flops.estimators.base import Queries
+
+
+def spend_counts(
+    session: Session, group: ResolvedGroup, binding: Any, queries: Queries, counts: Tensor
+) -> Spent:
+    """Estimate a group with counts given by hand."""
+    signal = Signal(queries.losses, int(counts.sum()), group.estimator.unit, 0, group.name)
+    return spend(session, group, binding, Fixed(counts), signal, queries)
+
+
+def gradient_traces(
+    session: Session,
+    group: ResolvedGroup,
+    binding: Any,
+    queries: Queries,
+    draws: int,
+    parameters: Sequence[nn.Parameter] | None = None,
+) -> Tensor:
+    """Tr_j as the summed sample variance of the gradients of single draws.
+
+    Every draw of every point is turned into a gradient of its own, so this costs a local product
+    per draw.
+
+    Args:
+        session: The batch.
+        group: The group, whose estimator has independent draws.
+        binding: What it worked out for the structure.
+        queries: The group's queries.
+        draws: Draws per point, at least 2.
+        parameters: Those to measure on (the paper subsamples); all by default.
+
+    Returns:
+        Traces, shape (B,).
+    """
+    found = torch.zeros(queries.size, dtype=torch.float64)
+    for point in range(queries.size):
+        counts = torch.zeros(queries.size, dtype=torch.long)
+        counts[point] = group.estimator.unit
+        samples = []
+        for draw in range(draws):
+            one = replace(queries, key=(*queries.key, draw))
+            gradients = spend_counts(session, group, binding, one, counts).gradients
+            wanted = gradients if parameters is None else parameters
+            # The estimate is of the batch mean: its one point has the weight 1/B.
+            flat = [queries.size * gradients[p].double().flatten() for p in wanted]
+            samples.append(torch.cat(flat))
+        found[point] = torch.stack(samples).var(0).sum()
+    return found

@@ -1,0 +1,54 @@
+"""What `print(fg)` shows: which modules are perturbed, and what a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flops.engine.groups import ResolvedGroup
+from flops.engine.layout import Layout
+
+HEADERS = ("group", "targets", "parameters", "noise", "estimator", "queries", "query cost")
+UNKNOWN = "?"
+
+
+def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
+    """A table of the groups, a line each, and the cost of a step per point.
+
+    Args:
+        groups: What is perturbed.
+        layout: What is known of the forward pass; None before the first batch.
+    """
+    rows = [HEADERS]
+    total = 1.0  # the clean pass
+    for number, group in enumerate(groups):
+        noise = cost = UNKNOWN
+        if layout is not None:
+            binding = layout.bindings[number]
+            noise = f"{binding.noise_size:,}" if binding.noise_size else "-"
+            share = 1 - binding.replayed_share
+            cost, total = f"{share:.2f}", total + share * group.queries
+        rows.append(
+            (
+                group.name,
+                _targets(group),
+                f"{sum(p.numel() for p in group.parameters):,}",
+                noise,
+                type(group.estimator).__name__ + (" shaped" if group.estimator.shaping else ""),
+                f"{group.queries:g}",
+                cost,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    if layout is None:
+        end = "noise and query cost are known after the first batch, or inspect(inputs, targets)"
+    else:
+        end = f"about {total:.0f} forward passes per point and step, local products on top"
+    return "\n".join([*(line.rstrip() for line in lines), end])
+
+
+def _targets(group: ResolvedGroup) -> str:
+    names = list(group.modules)
+    if not names:
+        return f"{len(group.parameters)} parameters"
+    return names[0] or "model" if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"

@@ -1,0 +1,81 @@
+"""Common random numbers: several estimates of a batch share the losses of their queries.
+
+Draw i of a point is the same whatever the counts (`flops.perturb.random`), so estimates of one
+batch under other allocations and budgets need losses that are mostly known already. Here each is
+computed once; noise, weights and gradients still come from the estimator itself. Comparisons are
+paired to the last draw, and several times cheaper.
+
+Not for noise that depends on more than (key, point, draw): orthogonal or shaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flops.allocators import Allocator, Fixed, Signal
+from flops.engine.allocation import counts_of, floor_of
+from flops.engine.groups import ResolvedGroup
+from flops.engine.step import Query, Session, Spent, run_query, spend
+from flops.estimators.base import Answer, Queries
+
+
+class RememberedLosses:
+    """Runs a query, unless all of its losses are known.
+
+    Attributes:
+        losses: By point, draw and sign; NaN where not known yet, shape (B, draws, 2).
+        runs: Rows that were run.
+    """
+
+    def __init__(self, size: int, draws: int, dtype: torch.dtype) -> None:
+        self.losses = torch.full((size, draws, 2), torch.nan, dtype=dtype)
+        self.runs = 0
+
+    def __call__(self, query: Query) -> Answer:
+        """What the rows showed."""
+        rows = query.rows
+        place = (rows.points, rows.draws, (rows.signs < 0).long())
+        if bool(torch.isnan(self.losses[place]).any()):
+            self.losses[place] = run_query(query).losses.cpu()
+            self.runs += len(rows)
+        return Answer(self.losses[place])
+
+
+def spend_sharing(
+    session: Session,
+    group: ResolvedGroup,
+    binding: Any,
+    chosen: Sequence[tuple[float, Allocator]],
+    signal: Signal,
+    queries: Queries,
+) -> list[Spent]:
+    """Estimates of one group on one batch, by mean queries and allocator, with the same draws.
+
+    Args:
+        session: The batch.
+        group: The group; its own number of queries is not used.
+        binding: What its estimator worked out.
+        chosen: Mean queries per point and allocator of each estimate; allocators without a pilot.
+            They learn from their own queries.
+        signal: What allocators know; budget and floor are filled in.
+        queries: The queries of a step of this group.
+    """
+    planned = []
+    for mean, allocator in chosen:
+        sized = replace(group, queries=mean)
+        floor = floor_of(allocator, group)
+        own = replace(signal, budget=sized.budget(queries.size), minimum=floor)
+        planned.append((sized, allocator, own, counts_of(sized, allocator, own)))
+    most = torch.stack([counts for *_, counts in planned]).amax(0)  # (B,)
+    draws = int(most.max()) // group.estimator.unit
+    run = RememberedLosses(queries.size, draws, queries.losses.dtype)
+    given = replace(signal, budget=int(most.sum()), minimum=0)
+    spend(session, group, binding, Fixed(most), given, queries, run)
+    return [
+        spend(session, sized, binding, allocator, own, queries, run)
+        for sized, allocator, own, _ in planned
+    ]

@@ -1,0 +1,108 @@
+"""The same small sweep for every method, on the validation split, with a seed of its own.
+
+Short runs of all settings; then, since a rate that is best for few steps may not be for many, runs
+in full of the two best rates, if they are close.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flops.experiments.cells import Cell, run_cells
+from flops.experiments.compare_runs import ComparisonRun, MethodComparison, try_out
+from flops.training.methods import MethodName
+
+MARGIN = 0.25  # of accuracy after a short run: 10 points were seen to turn into -20
+SWEEP_SEED = 1000  # of the sweep: not among those that are reported
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A setting and its validation accuracy at equal cost and at equal epochs.
+
+    None where the run was not meant to get there, or diverged on the way.
+    """
+
+    learning_rate: float
+    sigma: float
+    cost: float | None
+    epochs: float | None
+
+    def score(self, by: Literal["cost", "epochs"]) -> tuple[float, float]:
+        """To be compared with others; the other accuracy breaks ties."""
+        cost, epochs = (-1.0 if x is None else x for x in (self.cost, self.epochs))
+        return (cost, epochs) if by == "cost" else (epochs, cost)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the sweep chose for a method, and all that it saw.
+
+    Attributes:
+        learning_rate: The best at equal cost; and `sigma`.
+        epochs_rate: The best at equal epochs; and `epochs_sigma`. A method that takes many more
+            steps for the budget wants another rate there.
+        tried: All settings, after a short run.
+        finals: The best of them, after a run in full.
+    """
+
+    learning_rate: float
+    sigma: float
+    epochs_rate: float
+    epochs_sigma: float
+    tried: tuple[Tried, ...] = ()
+    finals: tuple[Tried, ...] = ()
+
+
+def sweep(study: MethodComparison, method: MethodName) -> Chosen:
+    """The best of all settings."""
+    sigmas: Sequence[float] = study.sigmas[-1:] if method == "bp" else study.sigmas
+    pairs = list(itertools.product(study.learning_rates, sigmas))
+    if len(pairs) == 1:
+        return Chosen(*pairs[0], *pairs[0])
+    # As long, in proportion, as the reported runs: cheap methods take more epochs for a budget.
+    share = (study.budget or 1.0) * study.sweep_epochs / study.epochs
+    short = {
+        pair: study.run(method, *pair, seed=SWEEP_SEED, epochs=study.sweep_epochs, budget=share)
+        for pair in pairs
+    }
+    tried = _tried(study, method, "sweep", short)
+    final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in _best_rates(tried, "cost")}
+    for pair in _best_rates(tried, "epochs"):
+        if pair not in final:  # ends with the epochs
+            final[pair] = study.run(method, *pair, seed=SWEEP_SEED, budget=None)
+    if len(final) == 1:
+        return Chosen(*next(iter(final)), *next(iter(final)), tried)
+    finals = _tried(study, method, "finals", final)
+    cost, epochs = (max(finals, key=lambda t: t.score(by)) for by in ("cost", "epochs"))
+    return Chosen(cost.learning_rate, cost.sigma, epochs.learning_rate, epochs.sigma, tried, finals)
+
+
+def _tried(
+    study: MethodComparison,
+    method: MethodName,
+    part: str,
+    runs: Mapping[tuple[float, float], ComparisonRun],
+) -> tuple[Tried, ...]:
+    """ComparisonRun, or read, some settings."""
+    cells = [Cell(part, try_out, run) for run in runs.values()]
+    found = run_cells(cells, study.folder, study.workers, study.console, f"{part} {method}")
+    scores = [
+        [one.get(mark, {}).get("accuracy") for mark in ("at_budget", "at_epochs")] for one in found
+    ]
+    return tuple(Tried(*pair, *score) for pair, score in zip(runs, scores, strict=True))
+
+
+def _best_rates(tried: Sequence[Tried], by: Literal["cost", "epochs"]) -> list[tuple[float, float]]:
+    """The best setting, and that of another learning rate that comes close to it."""
+    order = sorted(tried, key=lambda t: t.score(by), reverse=True)
+    best = order[0]
+    close = [
+        t
+        for t in order
+        if t.learning_rate != best.learning_rate and t.score(by)[0] > best.score(by)[0] - MARGIN
+    ]
+    return [(t.learning_rate, t.sigma) for t in [best, *close[:1]]]

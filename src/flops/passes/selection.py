@@ -1,0 +1,41 @@
+"""What a group perturbs: modules of the model and their trainable parameters, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Modules and trainable parameters of a model that are perturbed together.
+
+    Attributes:
+        name: For reports and messages.
+        modules: By their names in the model; empty for bare parameters.
+        parameters: Those that learn.
+    """
+
+    name: str
+    modules: Mapping[str, nn.Module]
+    parameters: tuple[nn.Parameter, ...]
+
+
+def leaves(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The smallest modules whose outputs carry all trainable parameters of a module.
+
+    A module with parameters of its own is not split, since they act inside its forward; this
+    keeps nn.MultiheadAttention whole, whose projections never run as modules.
+    """
+    if not any(p.requires_grad for p in module.parameters()):
+        return {}
+    own = any(p.requires_grad for p in module.parameters(recurse=False))
+    if own or isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module):
+        return {name: module}
+    found: dict[str, nn.Module] = {}
+    for child_name, child in module.named_children():
+        found.update(leaves(f"{name}.{child_name}" if name else child_name, child))
+    return found

@@ -1,0 +1,113 @@
+"""Settings of `flops serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from flops.errors import FlopsError
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What to serve, where, and within which limits."""
+
+    model: str = "tiny-clip"
+    """The bundled tiny CLIP, a model id of the hub, or a folder."""
+    classes: str | None = None
+    """Class names separated by commas, or a file with one per line; None for those of the bundled
+    model."""
+    template: str = "a photo of a {}."
+    """Class text with {} for the name."""
+    host: str = "127.0.0.1"
+    """Address to listen on; by default only this machine reaches it."""
+    port: int = 8000
+    """Port; 0 for a free one."""
+    api_key_env: str | None = None
+    """Environment variable with the API key that clients must send."""
+    api_key_file: Path | None = None
+    """File with that key, instead."""
+    ledger: Path | None = None
+    """File of the answer store, with answers and points; None for one of this model in the state
+    folder."""
+    rate: float = 1000.0
+    """Most requests per second; 0 for no limit."""
+    max_rows: int = 1024
+    """Most rows of a request."""
+    max_body: int = 32
+    """Most megabytes of a request; uploads of points may have 8 times as many, JSON 1."""
+    max_queue: int = 1024
+    """Most requests in flight; others get 429 with Retry-After."""
+    max_stored: int = 1024
+    """Most megabytes of all points together."""
+    max_ledger: int = 16384
+    """Most megabytes of the answer store. When it is full, new requests get 507 and repeats are
+    still answered: nothing that was paid for is ever evicted."""
+    max_tokens: int = 16
+    """Most prompt tokens, as far as the model allows."""
+    text_batch: int = 8
+    """Text prompts per batch; every batch is padded to this size."""
+    image_batch: int = 32
+    """Images per batch; likewise."""
+    timeout: float = 60.0
+    """Seconds for a request to arrive, 10 of them for its headers."""
+    window: float = 2.0
+    """Batching window: milliseconds to wait for other requests when a batch is not full."""
+    threads: int | None = None
+    """Threads of torch; None for its own choice."""
+    json: bool = False
+    """Print the address as JSON when ready."""
+    with_parent: bool = False
+    """Exit when standard input closes: the service then ends with the process that started it and
+    holds the other end of the pipe."""
+
+    def check(self) -> None:
+        """Refuse values that are out of range.
+
+        Raises:
+            FlopsError: Names the option.
+        """
+        least = {"max_rows": 1, "max_body": 1, "max_queue": 1, "text_batch": 1, "image_batch": 1}
+        least |= {"port": 0, "rate": 0, "window": 0, "max_tokens": 0, "max_ledger": 1}
+        for name, bound in least.items():
+            if not getattr(self, name) >= bound:
+                option = "--" + name.replace("_", "-")
+                raise FlopsError(f"{option} must be at least {bound}, got {getattr(self, name)}")
+        if not self.timeout > 0:
+            raise FlopsError(f"--timeout must be positive, got {self.timeout}")
+        if self.port > 65535:
+            raise FlopsError(f"--port must be at most 65535, got {self.port}")
+        if self.threads is not None and self.threads < 1:
+            raise FlopsError(f"--threads must be at least 1, got {self.threads}")
+
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names in `classes`; None for those of the model."""
+        if self.classes is None:
+            return None
+        path = Path(self.classes)
+        if "," not in self.classes and path.is_file():
+            names = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        else:
+            names = [name.strip() for name in self.classes.split(",")]
+        names = [name for name in names if name]
+        if not names:
+            raise FlopsError(f"--classes names none: {self.classes!r}; separate them with commas")
+        return tuple(names)
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine reaches the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def store_path(self, weights: str) -> Path:
+        """File of the answer store of a model with this digest."""
+        if self.ledger is not None:
+            return self.ledger
+        base = os.environ.get("XDG_STATE_HOME")
+        folder = Path(base) if base else Path.home() / ".local" / "state"
+        return folder / "flops" / f"{weights[:16]}.sqlite"

@@ -1,0 +1,41 @@
+"""What shaped noise reports: how much of the gradient its directions explain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """Shaped noise at one site.
+
+    Attributes:
+        site: Name of the perturbed module or parameter.
+        k: Directions that a point was measured in here, on average over the points.
+        explained_variance: Held-out estimate of the share of the gradient's energy in these
+            directions, over the last steps; 0 before the first shaped step.
+    """
+
+    site: str
+    k: float
+    explained_variance: float
+
+
+@dataclass(frozen=True)
+class ShapingReport:
+    """Shaped noise in one group.
+
+    Attributes:
+        k: Directions that a point was measured in, on average over the points.
+        explained_variance: Held-out estimate of the share of the gradient's energy that was
+            measured.
+        explore: Share of isotropic queries.
+        correction: Weight of the unbiased correction, between 0 and 1.
+        sites: The same by site.
+    """
+
+    k: float
+    explained_variance: float
+    explore: float
+    correction: float
+    sites: tuple[SiteReport, ...]

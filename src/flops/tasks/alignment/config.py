@@ -1,0 +1,92 @@
+"""Configuration of `flops align`, and its presets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from flops.perturb.random import Kind
+from flops.tasks.data.captions import INSTRUCTION, few_shot_instruction
+from flops.training.config import FromList, PositiveFloat, PositiveInt, RunConfig
+from flops.training.methods import Method
+
+AlignMethod = Literal["bp", "lr", "ops-lr", "ops-spsa", "shaped-lr"]
+AlignPreset = Literal["tiny", "smollm2", "paper"]
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "smollm2": {
+        "language": "smollm2",
+        "instruction": few_shot_instruction(),
+        "ending": "\n",
+        "batch": 8,
+        "chunk": 16,
+        "limit": 120,
+        "epochs": 1,
+        "learning_rate": 5e-3,
+    },
+    "paper": {
+        "encoder": "openai/clip-vit-large-patch14",
+        "language": "lmsys/vicuna-7b-v1.5",
+        "data": "blip_laion_cc_sbu_558k.json",
+        "instruction": "Describe the image concisely.",
+        "method": "ops-lr",
+        "batch": 64,
+        "queries": 60,
+        "learning_rate": 5e-4,
+        "epochs": 1,
+        "chunk": 16,
+    },
+}
+
+
+class AlignConfig(RunConfig):
+    """Everything that decides what a run of `flops align` does.
+
+    Raises:
+        ConfigError: If a name is unknown or a value is not allowed.
+    """
+
+    method: AlignMethod = "shaped-lr"
+    """How gradients are estimated; bp is backpropagation, for comparison."""
+    queries: PositiveFloat = 60.0
+    """Mean queries per point."""
+    sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = (1e-3,)
+    """Noise scale."""
+    epochs: PositiveInt | None = 12
+    """Epochs; None for no limit but the budget."""
+    learning_rate: PositiveFloat = 1e-3
+    """Of the optimizer."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """Whether the learning rate stays, or falls to 0 as a cosine over the run."""
+    data: str = "fashion"
+    """The embedded images, a LLaVA-format .json file, a folder of images with captions, or classes
+    of images as `flops finetune` takes them."""
+    limit: PositiveInt | None = None
+    """Most images of each split, for a quick look; None for all."""
+    encoder: str = "bundled"
+    """The bundled tiny ViT, a vision model id of the hub, or a folder."""
+    language: str = "bundled"
+    """The bundled tiny Llama, smollm2, a GGUF file, a causal model id of the hub, or a folder."""
+    pictures: str | None = None
+    """Folder of the images that a .json file names; None is its own."""
+    instruction: str = INSTRUCTION
+    """Text before the visual tokens; may be empty."""
+    ending: str = ""
+    """Text that ends a caption; empty for the language model's own end-of-sequence token."""
+    visual_tokens: PositiveInt = 1
+    """Visual tokens of an image."""
+    noise: Kind = "gaussian"
+    """Distribution of likelihood ratio's directions; orthogonal ones of a point are more
+    informative than independent ones."""
+    shuffled: bool = False
+    """Control: training images get the captions of others, so that nothing can be learned about
+    them."""
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Validation images whose generated captions are in the report."""
+    strict: bool = False
+    """Stop at a missing or broken image, instead of skipping it with a warning."""
+
+    def recipe(self) -> Method:
+        """The method with its settings: the adapter is a single stage."""
+        return Method(self.method, self.queries, self.sigma, stages=1, noise=self.noise)
