@@ -167,3 +167,76 @@ def test_the_table_says_what_is_perturbed_and_what_it_costs() -> None:
     assert "forward passes per point" in after
     assert repr(fg) == "ForwardGradient(Tied, groups=['first', 'second'], steps=0)"
     assert all(p.grad is None for p in model.parameters())
+
+
+class Positioned(nn.Module):
+    """A parameter that the model's own forward adds between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.w = nn.Parameter(torch.randn(4))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(self.c(x) + self.w)))
+
+
+def test_what_runs_between_replayed_calls_reads_unstepped_parameters() -> None:
+    torch.manual_seed(0)
+    plain = Positioned().double()
+    plain.unused.requires_grad_(False)
+    hooked = copy.deepcopy(plain)
+    for model, with_hooks in ((plain, False), (hooked, True)):
+        groups = [
+            Group([model.a, model.b], LikelihoodRatio(), 8, name="ab"),
+            Group(model.c, LikelihoodRatio(), 8, name="c"),
+            Group(parameters=[model.w], estimator=SPSA(shared=True), queries=8, name="w"),
+        ]
+        fg = ForwardGradient(model, squared, groups)
+        if with_hooks:
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(10 * p.grad))
+        fg.estimate(*data())
+        if not with_hooks:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.data.sub_(10 * p.grad)
+    for a, b in zip(hooked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_nobody_is_called_for_a_parameter_without_a_gradient() -> None:
+    model, called = Positioned().double(), list[nn.Parameter]()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(called.append)
+    ForwardGradient(model, squared, Group(model, Exact())).estimate(*data())
+    assert len(called) == len(list(model.parameters())) - 1
+    assert not any(p is model.unused for p in called)
+
+
+def test_hooks_may_draw_random_numbers_and_write_in_place() -> None:
+    """As in a backward pass: without gradients, and with random numbers of the user's own."""
+    model = Tied().double()
+    stage = LikelihoodRatio(targets="stage")
+    groups = [
+        Group(list(model.blocks[:2]), stage, 8, name="first"),
+        Group(list(model.blocks[2:]), stage, 8, name="second"),
+        Group(model.head, stage, 8, name="head"),
+    ]
+    drawn: list[float] = []
+
+    def hook(parameter: nn.Parameter) -> None:
+        drawn.append(float(torch.rand(1)))
+        parameter.sub_(0.1 * parameter.grad)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    fg = ForwardGradient(model, squared, groups)
+    torch.manual_seed(5)
+    fg.estimate(*data())
+    fg.estimate(*data())
+    torch.manual_seed(5)
+    assert drawn == [float(torch.rand(1)) for _ in drawn]
+    assert len(set(drawn)) == len(drawn)

@@ -16,10 +16,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flops.optional import require
-from flops.tasks.classification.config import FinetuneConfig
-from flops.training.loop import train
-from flops.training.run_directory import is_run
+import torch
+
+# A fork inherits no threads: OpenMP would wait for those of this process for ever. So none are
+# started here, and a child starts as many as it was meant to have.
+THREADS = torch.get_num_threads()
+torch.set_num_threads(1)
+
+from flops.optional import require  # noqa: E402
+from flops.tasks.classification.config import FinetuneConfig  # noqa: E402
+from flops.training.loop import train  # noqa: E402
+from flops.training.run_directory import is_run  # noqa: E402
 
 
 def reached(moment: str, folder: Path) -> Callable[[], bool]:
@@ -48,6 +55,7 @@ def process(config: FinetuneConfig) -> int:
     child = os.fork()
     if child == 0:
         code = 1
+        torch.set_num_threads(THREADS)
         try:
             train(config, resume=is_run(Path(str(config.output))))
             code = 0

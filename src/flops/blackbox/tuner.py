@@ -34,6 +34,7 @@ from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
 from flops.estimators.base import Answer, Estimator, Queries
 from flops.estimators.parameter_noise import ParameterNoise
+from flops.estimators.variance import ENERGY_STEPS
 
 SCHEMA = 2
 AT_ONCE = 1 << 25  # noise values of one candidates, 128 MB
@@ -167,6 +168,8 @@ class Tuner(AskTell):
             clean = yield Candidates(self.parameters.expand(size, -1), points, "clean")
         losses, key = clean[:, 0], (self.seed, self.steps, 0)
         memory, allocator = dict(self.memory), copy.copy(self.allocator)
+        size_of_all = float(len(self.parameters))  # |D|_F^2 of an identity
+        memory["jacobian_energy"] = (ENERGY_STEPS * size_of_all, ENERGY_STEPS)
         signal = Signal(
             losses,
             self.group.budget(size),

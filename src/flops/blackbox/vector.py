@@ -32,7 +32,8 @@ class Part(nn.Module):
 
     def forward(self, points: Tensor) -> Tensor:
         """The part for each row."""
-        return self.values.expand(len(points), *self.values.shape)
+        values = self.values.flatten(0, -2) if self.values.dim() > 2 else self.values
+        return values.expand(len(points), *values.shape)  # positions x channels
 
 
 class Vector(nn.Module):
@@ -116,6 +117,6 @@ class VectorEngine:
         some = rows.part(0, 1) if shared else rows
         with torch.no_grad():
             runner.run(query.step.group.name, query.perturbation, some)
-        found = self._seen.detach()
+        found, self._seen = self._seen.detach(), torch.empty(0)
         found = found.clone() if found.is_inference() else found
         return found[:1].expand(len(rows), -1) if shared else found

@@ -11,7 +11,7 @@ import math
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self
 
 import torch
@@ -25,7 +25,14 @@ from flops.engine.collectives import Collectives, ProcessGroup, fingerprint
 from flops.engine.groups import Group, ResolvedGroup, resolve
 from flops.engine.layout import Layout, Layouts
 from flops.engine.report import ForwardEquivalents, StepReport
-from flops.engine.step import GroupStep, Session, opened, run_queries, write_gradients
+from flops.engine.step import (
+    GroupStep,
+    Session,
+    opened,
+    run_queries,
+    write_gradients,
+    writer_of,
+)
 from flops.engine.summary import summary
 from flops.errors import FlopsError
 from flops.estimators.exact import exact_gradients
@@ -135,8 +142,8 @@ class ForwardGradient:
         """
         if not (isinstance(scale, float | int) and math.isfinite(scale) and scale > 0):
             raise ValueError(f"scale must be a positive number, not {scale!r}")
-        with Hold():
-            return self._estimate(inputs, targets, index, float(scale), exact)
+        with Hold(), ExitStack() as whole:
+            return self._estimate(inputs, targets, index, float(scale), exact, whole)
 
     def _estimate(
         self,
@@ -145,6 +152,7 @@ class ForwardGradient:
         index: Tensor | Sequence[int] | None,
         scale: float,
         exact: bool,
+        whole: ExitStack,
     ) -> StepReport:
         started = time.perf_counter()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
@@ -164,7 +172,10 @@ class ForwardGradient:
             ]
             run_queries(steps, session)
             truth = exact_gradients(self.model, session.passes.batch) if exact else None
-            writer = write_gradients(steps, session, truth, scale)
+            writer = writer_of(steps, session)
+            if writer.streaming:  # from the first hook on the step is taken as a whole
+                whole.enter_context(Whole())
+            write_gradients(steps, session, writer, truth, scale)
         named = {step.group.name: step for step in steps}
         report = StepReport(
             loss=_mean_loss(session, [step.loss for step in steps]),

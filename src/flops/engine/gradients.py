@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flops.passes.checks import RandomState
 from flops.passes.local_vjp import Gradients, add_gradients
 from flops.passes.structure import Structure
 
@@ -47,6 +48,8 @@ class Writer:
                 self._times.setdefault(use.parameter, []).append(use.time)
         self._staged: Gradients = {}
         self._waiting: list[nn.Parameter] = []
+        self._written: set[nn.Parameter] = set()
+        self._random: RandomState | None = None
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A group's whole gradient of a parameter."""
@@ -54,16 +57,19 @@ class Writer:
             add_gradients(self._staged, {parameter: gradient})
             return
         _accumulate(parameter, gradient)
+        self._written.add(parameter)
 
     def done(self, parameters: Sequence[nn.Parameter]) -> None:
         """A group has nothing more for these parameters."""
         if not self.streaming:
             return
         self._expected.subtract(parameters)
-        self._waiting += [p for p in parameters if self._expected[p] == 0]
+        # As in a backward pass, nobody is called for a parameter without a gradient.
+        ready = [p for p in parameters if self._expected[p] == 0 and p in self._written]
+        self._waiting += ready
         for parameter in [p for p in self._waiting if not self._read_later(p)]:
             self._waiting = [p for p in self._waiting if p is not parameter]
-            _call_hooks(parameter)
+            self._call_hooks(parameter)
 
     def passed(self, group: str, time: int | None) -> None:
         """How far the group's local pass has come; None when it is over."""
@@ -77,7 +83,22 @@ class Writer:
         while self._staged:  # one by one, so that copy and original never stand side by side
             _accumulate(*self._staged.popitem())
         while self._waiting:
-            _call_hooks(self._waiting.pop())
+            self._call_hooks(self._waiting.pop())
+        if self._random is not None:
+            self._random.restore()
+
+    def _call_hooks(self, parameter: nn.Parameter) -> None:
+        """Call them as autograd does; random numbers that they draw are theirs, not the model's."""
+        outside = RandomState()
+        if self._random is not None:
+            self._random.restore()
+        try:
+            with torch.no_grad():
+                for hook in list((_hooks(parameter) or {}).values()):
+                    hook(parameter)
+            self._random = RandomState()
+        finally:
+            outside.restore()
 
     def _read_later(self, parameter: nn.Parameter) -> bool:
         times = self._times.get(id(parameter), ())
@@ -174,11 +195,6 @@ class GroupSink:
 
 def _hooks(parameter: nn.Parameter) -> Any:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
-
-
-def _call_hooks(parameter: nn.Parameter) -> None:
-    for hook in list((_hooks(parameter) or {}).values()):
-        hook(parameter)
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,7 +49,6 @@ from flops.passes.checks import (
     no_autocast_cache,
     slow_attention_path,
 )
-from flops.passes.interrupts import Whole
 from flops.passes.local_vjp import Gradients
 from flops.passes.replay import Passes
 from flops.perturb.rows import Rows
@@ -328,8 +327,13 @@ class QueryLoop:
         """Meet the other ranks, and find out what is wanted next."""
         if self._round:
             self._meet()
-        plans = {number: step.plan() for number, step in enumerate(self._steps)}
-        self._round = {number: plan for number, plan in plans.items() if plan is not None}
+        self._round = {}
+        for number, step in enumerate(self._steps):
+            plan = step.plan()
+            if plan is not None:
+                self._round[number] = plan
+                if self._ranks.alone:  # nobody waits: one group's noise at a time
+                    break
         self._values = {number: [] for number in self._round}
         for number, plan in self._round.items():
             chunks = own_chunks(plan, self._size, self._chunk, self._ranks)
@@ -376,30 +380,33 @@ def run_queries(steps: Sequence[GroupStep], session: Session, run: Run = run_que
         loop.tell(query, run(query))
 
 
+def writer_of(steps: Sequence[GroupStep], session: Session) -> Writer:
+    """What the gradients of these groups go to."""
+    named = {step.group.name: step.group.parameters for step in steps}
+    bindings = zip(steps, session.layout.bindings, strict=True)
+    spans = {step.group.name: binding.local_span for step, binding in bindings}
+    return Writer(named, spans, session.layout.structure)
+
+
 def write_gradients(
     steps: Sequence[GroupStep],
     session: Session,
+    writer: Writer,
     exact: Gradients | None = None,
     scale: float = 1.0,
-) -> Writer:
+) -> None:
     """Phase 2: the gradients of all groups, the last group first; `Writer.commit` ends it.
 
     A group's local pass runs nothing behind its own targets, so that a parameter that has been
     stepped by a hook is not read again.
     """
-    named = {step.group.name: step.group.parameters for step in steps}
-    bindings = zip(steps, session.layout.bindings, strict=True)
-    spans = {step.group.name: binding.local_span for step, binding in bindings}
-    writer = Writer(named, spans, session.layout.structure)
-    with Whole() if writer.streaming else nullcontext():
-        for number, step in reversed(list(enumerate(steps))):
-            # What no product replays any more is forgotten.
-            later = [binding.local_needed for binding in session.layout.bindings[: number + 1]]
-            for call in session.record.keys() - frozenset().union(*later):
-                del session.record[call]
-            step.write(writer, exact, scale)
-            session.cost.add(step.cost)
-    return writer
+    for number, step in reversed(list(enumerate(steps))):
+        # What no product replays any more is forgotten.
+        later = [binding.local_needed for binding in session.layout.bindings[: number + 1]]
+        for call in session.record.keys() - frozenset().union(*later):
+            del session.record[call]
+        step.write(writer, exact, scale)
+        session.cost.add(step.cost)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,9 @@ class _Isotropic(Estimation):
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Keep the derivatives for the variance."""
-        self._derivatives, self._points, self._z = values, points, torch.empty(0)
+        self._derivatives, self._points = values, points
+        self._z = torch.empty(0)
+        self._stream.forget()
         if self._options.baseline != "none":
             differences = (values * self._options.sigma).to(self._queries.losses.dtype)
             warn_if_rounding(self._queries, differences)

@@ -206,6 +206,7 @@ class _Pointwise(Estimation):
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Keep the derivatives for the variance."""
         self._derivatives, self._points, self._z = values, points, torch.empty(0)
+        self._stream.forget()
         self._sizes = -runner.max(-self._sizes)  # who ran a row knows which tokens it reads
         self._options.warn(self._queries, values)
 

@@ -72,9 +72,8 @@ class Sites:
             self.local_prefix = passes.prefix(min(calls[t.first].start for t in local))
         else:
             self.query_prefix = self.local_prefix = nothing(self.structure)
-        replays = bool(self.local_prefix.replayed)
-        start = min(calls[t.first].start for t in local) if replays else 0
-        self.local_span = (start, max(calls[t.last].end for t in local))
+        # From the start: what stands between replayed calls runs again, and may read a parameter.
+        self.local_span = (0, max(calls[t.last].end for t in local))
 
     @property
     def needed(self) -> frozenset[int]:

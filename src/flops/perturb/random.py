@@ -212,6 +212,10 @@ class NoiseStream:
             self._kept = self._buffer(len(points), dtype)
         return self.rows(points, draws, self._kept[: len(points)])
 
+    def forget(self) -> None:
+        """Let the buffer go."""
+        self._kept = torch.empty(0)
+
     def _buffer(self, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(rows, width(self._kind, self._size), dtype=dtype, device="cpu")
 
