@@ -19,7 +19,7 @@ from flops.engine.allocation import PILOT
 from flops.engine.gradients import Collector
 from flops.engine.rows import plan_rows
 from flops.engine.step import GroupStep, QueryLoop, run_query
-from flops.perturb.rows import Rows
+from flops.estimators.base import Rows
 from tests.conftest import flat, gradients
 from tests.statistical.helpers import assert_mean
 

@@ -14,8 +14,8 @@ from transformers import ViTConfig, ViTForImageClassification
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
 from flops.allocators import Fixed
 from flops.engine.rows import plan_rows
+from flops.estimators.base import Rows
 from flops.estimators.shared_parameters import SharedEstimation
-from flops.perturb.rows import Rows
 from tests.conftest import flat, gradients, squared
 from tests.statistical.helpers import REPLICATES, assert_mean
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flops.subspace.posterior import posterior
+from flops.subspace.regression import posterior
 
 
 def test_posterior_and_leave_one_out_by_brute_force() -> None:

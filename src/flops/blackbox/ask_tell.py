@@ -10,7 +10,7 @@ from torch import Tensor
 from flops.blackbox.objective import Candidates, Objective, checked
 from flops.errors import FlopsError
 from flops.passes.interrupts import Hold, Whole
-from flops.subspace.step import Decide, as_computed
+from flops.subspace.step import Decide
 
 T = TypeVar("T")
 Work = Generator[Any, Any, T]
@@ -33,7 +33,7 @@ class AskTell:
         if objective is not None and not callable(objective):
             raise FlopsError(f"objective must be a function of (parameters, points): {objective!r}")
         self.objective, self.asked = objective, 0
-        self.decide: Decide = as_computed
+        self.decide: Decide | None = None
         self._pending: Candidates | None = None
         self._work: Work[None] | None = None
         self._failed: BaseException | None = None

@@ -95,7 +95,8 @@ class CMAES(AskTell):
         with _quietly():
             own = self._search.ask()
         vectors = torch.from_numpy(np.stack(own)).float()
-        vectors = self.decide("population", vectors)
+        if self.decide is not None:
+            vectors = self.decide("population", vectors)
         values = []
         for vector in vectors:
             columns = yield Candidates(vector.expand(len(points), -1), points)

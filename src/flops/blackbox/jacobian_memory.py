@@ -36,6 +36,7 @@ from flops.estimators.base import (
     Perturbation,
     PointPlan,
     Queries,
+    Rows,
     Runner,
     Sink,
     warn_if_rounding,
@@ -45,7 +46,6 @@ from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
 from flops.perturb.random import Kind, NoiseStream
-from flops.perturb.rows import Rows
 from flops.subspace.report import ShapingReport
 from flops.subspace.step import ShapedEstimate
 

@@ -24,7 +24,7 @@ from flops.blackbox.objective import Candidates, Objective
 from flops.blackbox.order import Order
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.vector import Vector, VectorEngine
-from flops.engine.allocation import check_allocators, floor_of
+from flops.engine.allocation import budget_of, check_allocators, floor_of
 from flops.engine.collectives import Collectives
 from flops.engine.gradients import Collector
 from flops.engine.report import ForwardEquivalents, StepReport
@@ -107,7 +107,7 @@ class Tuner(AskTell):
         chosen = _on_identity(estimator or LikelihoodRatio(sigma=1e-2), outputs, len(start))
         self._engine = VectorEngine(self._vector, chosen, queries, NAME)
         self.group = self._engine.group
-        if self.group.budget(1) < chosen.unit:
+        if budget_of(self.group, 1) < chosen.unit:
             raise FlopsError(f"need at least {chosen.unit} queries per point, not {queries}")
         allocators = {NAME: copy.deepcopy(allocator or Equal())}
         check_allocators([self.group], allocators)
@@ -137,7 +137,7 @@ class Tuner(AskTell):
     def step_cost(self) -> int:
         """Rows that the next step evaluates."""
         size = len(self._batch(self.steps))
-        return size * self.group.estimator.reads_clean + self.group.budget(size)
+        return size * self.group.estimator.reads_clean + budget_of(self.group, size)
 
     def step(self) -> StepReport:
         """Evaluate a step's rows with the objective, and take it."""
@@ -172,7 +172,7 @@ class Tuner(AskTell):
         memory["jacobian_energy"] = (ENERGY_STEPS * size_of_all, ENERGY_STEPS)
         signal = Signal(
             losses,
-            self.group.budget(size),
+            budget_of(self.group, size),
             self.group.estimator.unit,
             floor_of(allocator, self.group),
             NAME,

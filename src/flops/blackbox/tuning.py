@@ -26,7 +26,7 @@ class Stepper(Protocol):
     """Takes steps: `Tuner`, `CMAES`, backpropagation."""
 
     steps: int
-    decide: Decide
+    decide: Decide | None
 
     @property
     def parameters(self) -> Tensor:

@@ -67,6 +67,12 @@ def pilot_share(first: Tensor, later: Tensor) -> float:
     return float(first[0]) / (float(first[0]) + float(later.double().mean()))
 
 
+def budget_of(group: ResolvedGroup, size: int) -> int:
+    """Queries of a group for so many points, in whole units of the estimator."""
+    unit, exact = group.estimator.unit, group.queries * size
+    return int(exact + 1e-9 * exact) // unit * unit  # 1.15 * 100 is 115, not 114.99...
+
+
 def total_budgets(
     groups: Sequence[ResolvedGroup],
     allocators: Mapping[str, Allocator],
@@ -74,7 +80,7 @@ def total_budgets(
     size: int,
 ) -> dict[str, int]:
     """Queries of each group; where `Neyman(across_groups=True)` knows the demands, by these."""
-    budgets = {group.name: group.budget(size) for group in groups}
+    budgets = {group.name: budget_of(group, size) for group in groups}
     joint = [
         group
         for group in groups

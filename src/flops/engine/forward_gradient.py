@@ -39,7 +39,7 @@ from flops.estimators.exact import exact_gradients
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.passes.batch import Batch, LossFunction, positions
 from flops.passes.checks import check_modes, unwrap
-from flops.passes.claims import Claim
+from flops.passes.intercept import Claim
 from flops.passes.interrupts import Hold, Whole
 from flops.passes.memory import free_room, rows_for
 

@@ -67,12 +67,6 @@ class ResolvedGroup(Selection):
     estimator: Estimator
     queries: float
 
-    def budget(self, size: int) -> int:
-        """Queries for a batch, in whole units of the estimator."""
-        unit = self.estimator.unit
-        exact = self.queries * size
-        return int(exact + 1e-9 * exact) // unit * unit  # 1.15 * 100 is 115, not 114.99...
-
 
 def resolve(
     groups: Group | Sequence[Group], modules: Mapping[str, nn.Module], root: nn.Module

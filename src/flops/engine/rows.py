@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from flops.engine.collectives import Collectives
-from flops.estimators.base import BatchPlan, Plan, PointPlan
-from flops.perturb.rows import Rows
+from flops.estimators.base import BatchPlan, Plan, PointPlan, Rows
 
 
 def plan_rows(counts: Tensor, unit: int) -> Rows:

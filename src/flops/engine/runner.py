@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from flops.engine.collectives import Collectives
 from flops.engine.rows import plan_rows, spans
-from flops.estimators.base import Answer, Perturbation, PointPlan, Sink
+from flops.estimators.base import Answer, Perturbation, PointPlan, Rows, Sink
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients, LocalTarget, local_products
 from flops.passes.replay import Passes, Prefix, Record, nothing
 from flops.passes.structure import Call
-from flops.perturb.rows import Rows
 
 BACKWARD = 3.0  # forward equivalents of backpropagation, per point
 

@@ -38,6 +38,7 @@ from flops.estimators.base import (
     Perturbation,
     Plan,
     Queries,
+    Rows,
     Runner,
 )
 from flops.estimators.variance import Collected, variance
@@ -51,7 +52,6 @@ from flops.passes.checks import (
 )
 from flops.passes.local_vjp import Gradients
 from flops.passes.replay import Passes
-from flops.perturb.rows import Rows
 from flops.subspace.report import ShapingReport
 
 
@@ -214,8 +214,8 @@ class GroupStep:
 
     def _decided(self, counts: Tensor) -> Tensor:
         """Counts that all ranks share, and that a resumed step keeps."""
-        found: Tensor = self._queries.decide("counts", self._ranks.broadcast(counts))
-        return found
+        counts, decide = self._ranks.broadcast(counts), self._queries.decide
+        return counts if decide is None else decide("counts", counts)
 
     def _begin(self, queries: Queries) -> Estimation:
         estimation = self.group.estimator.begin(self._binding, queries, self.runner)

@@ -32,9 +32,8 @@ from flops.passes.local_vjp import Gradients, LocalTarget
 from flops.passes.replay import Edit, Passes, Prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
-from flops.perturb.rows import Rows
 from flops.subspace.config import Shaping
-from flops.subspace.step import Decide, ShapedEstimate, as_computed
+from flops.subspace.step import Decide, ShapedEstimate
 
 ROUNDING_UNITS = 50
 
@@ -53,7 +52,8 @@ class Queries:
             Replace entries, never write into them: a failed step must leave the old ones.
         recorded: Calls whose clean outputs can be replayed.
         clean: What else the clean pass showed, for estimators that read outputs, shape (B, K).
-        decide: Told each discrete decision, which a journal may have kept from another machine.
+        decide: Told each discrete decision, which a journal may have kept from another machine;
+            None where those of this process count.
     """
 
     name: str
@@ -64,12 +64,34 @@ class Queries:
     memory: dict[str, Any]
     recorded: frozenset[int] = frozenset()
     clean: Tensor | None = None
-    decide: Decide = as_computed
+    decide: Decide | None = None
 
     @property
     def size(self) -> int:
         """Number of points B."""
         return len(self.losses)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A chunk of rows: points, draws and signs of shape (R,), and their weights 1/A_j.
+
+    The weight of a row is one over the number of *draws* of its point: the mean over a point's
+    draws, however unequal the counts, so that every point keeps the weight 1/B in the batch.
+    """
+
+    points: Tensor
+    draws: Tensor
+    signs: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def part(self, begin: int, end: int) -> Rows:
+        """Some rows that follow each other."""
+        cut = slice(begin, end)
+        return Rows(self.points[cut], self.draws[cut], self.signs[cut], self.weights[cut])
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from flops.estimators.base import (
     Perturbation,
     Plan,
     Queries,
+    Rows,
     Runner,
     Sink,
     warn_if_rounding,
@@ -44,7 +45,6 @@ from flops.passes.selection import Selection
 from flops.passes.structure import Use
 from flops.perturb.parameter_calls import Unit, Units, find_units
 from flops.perturb.random import generator
-from flops.perturb.rows import Rows
 
 
 @dataclass(frozen=True)

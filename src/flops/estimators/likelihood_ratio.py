@@ -30,6 +30,7 @@ from flops.estimators.base import (
     Perturbation,
     PointPlan,
     Queries,
+    Rows,
     Runner,
     Sink,
     warn_if_rounding,
@@ -42,7 +43,6 @@ from flops.passes.structure import Call
 from flops.perturb.activation_checks import check_sites
 from flops.perturb.activations import Sites
 from flops.perturb.random import KINDS, Kind, NoiseStream, negative, values
-from flops.perturb.rows import Rows
 from flops.subspace.config import Shaping
 from flops.subspace.measurements import Space
 from flops.subspace.moments import Grid, grid

@@ -26,6 +26,7 @@ from flops.estimators.base import (
     Perturbation,
     PointPlan,
     Queries,
+    Rows,
     Runner,
     Sink,
     warn_if_rounding,
@@ -38,7 +39,6 @@ from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
 from flops.perturb.parameter_calls import Entry, Unit, Units, find_units
 from flops.perturb.random import Kind, NoiseStream, SharedKind, fill, words
-from flops.perturb.rows import Rows
 from flops.perturb.rowwise import (
     RowNoise,
     batch_first,

@@ -28,13 +28,13 @@ from flops.estimators.base import (
     Perturbation,
     PointPlan,
     Queries,
+    Rows,
     Runner,
     Sink,
 )
 from flops.passes.intercept import Action, Forward
 from flops.perturb.parameter_calls import Entry, Unit, Units
 from flops.perturb.random import Kind
-from flops.perturb.rows import Rows
 from flops.perturb.rowwise import batch_first, generic, used_tokens
 from flops.subspace.config import Shaping
 from flops.subspace.measurements import Space

@@ -20,6 +20,7 @@ from flops.estimators.base import (
     Estimation,
     Perturbation,
     Queries,
+    Rows,
     Runner,
     Sink,
 )
@@ -27,7 +28,6 @@ from flops.passes.intercept import Action, Forward
 from flops.passes.replay import nothing
 from flops.perturb.parameter_calls import Unit, Units
 from flops.perturb.random import SharedKind, fill, words
-from flops.perturb.rows import Rows
 
 KEEP = 1 << 22  # noise values of a draw, 16 MB: little beside any process
 Kept = dict[tuple[int, int, int], Tensor]

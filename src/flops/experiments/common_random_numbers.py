@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flops.allocators import Allocator, Fixed, Signal
-from flops.engine.allocation import counts_of, floor_of
+from flops.engine.allocation import budget_of, counts_of, floor_of
 from flops.engine.groups import ResolvedGroup
 from flops.engine.step import Query, Session, Spent, run_query, spend
 from flops.estimators.base import Answer, Queries
@@ -68,7 +68,7 @@ def spend_sharing(
     for mean, allocator in chosen:
         sized = replace(group, queries=mean)
         floor = floor_of(allocator, group)
-        own = replace(signal, budget=sized.budget(queries.size), minimum=floor)
+        own = replace(signal, budget=budget_of(sized, queries.size), minimum=floor)
         planned.append((sized, allocator, own, counts_of(sized, allocator, own)))
     most = torch.stack([counts for *_, counts in planned]).amax(0)  # (B,)
     draws = int(most.max()) // group.estimator.unit

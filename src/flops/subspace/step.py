@@ -30,11 +30,6 @@ Decide = Callable[[str, Any], Any]
 """Told name and value of a discrete decision; returns the value that counts."""
 
 
-def as_computed(name: str, value: Any) -> Any:
-    """The decision of this process counts."""
-    return value
-
-
 @dataclass(frozen=True)
 class ShapedEstimate:
     """What shaped noise says about the error of each point's delta.
@@ -61,8 +56,8 @@ class ShapedStep:
         memory: What earlier steps learned; replaced by `collect`.
         counts: Queries of each point, shape (B,).
         losses: Clean losses, shape (B,).
-        decide: Told each discrete decision; returns the one that counts. Eigenvectors of another
-            machine may have other signs than those that were measured.
+        decide: Told each discrete decision; returns the one that counts; None for this one.
+            Eigenvectors of another machine may have other signs than those that were measured.
 
     Attributes:
         delta: Estimated gradient of every point's loss at the noise, shape (B, dimensions).
@@ -81,7 +76,7 @@ class ShapedStep:
         memory: dict[str, Any],
         counts: Tensor,
         losses: Tensor,
-        decide: Decide = as_computed,
+        decide: Decide | None = None,
     ) -> None:
         self.space, self._shaping, self._memory, self._losses = space, shaping, memory, losses
         self._steps = int(memory.get("shaped_steps", 0))
@@ -98,7 +93,7 @@ class ShapedStep:
         with _full_precision():
             known = leading(space.grids, self._moments, needed(space, draws - iso))
         iso = torch.maximum(iso, draws - real_directions(space, known).sum(1))
-        if decide is not as_computed:
+        if decide is not None:
             parts = {name: value for name, value in vars(known).items() if name != "grids"}
             kept = decide("directions", {"warm": self._warm, "iso": iso, "known": parts})
             self._warm, iso = bool(kept["warm"]), kept["iso"]
