@@ -1,7 +1,7 @@
-"""Tune a function behind HTTP, paying for every evaluation once.
+"""Tune a function behind HTTP; every evaluation is paid for once.
 
 First `python examples/own_objective_server.py`, then `python examples/own_objective.py`. Stop it
-at any time and start it again: it continues where it was.
+at any time and start it again: it resumes.
 """
 
 import json
@@ -15,7 +15,7 @@ from flops import SPSA
 from flops.allocators import Neyman
 from flops.blackbox import Candidates, Tuner
 from flops.blackbox.evaluator import Evaluator
-from flops.blackbox.journal import Evaluation, Journal
+from flops.blackbox.journal import Journal, Response
 
 URL = sys.argv[1] if sys.argv[1:] else "http://127.0.0.1:8765"
 FILE = sys.argv[2] if sys.argv[2:] else "runs/own_objective.sqlite"
@@ -23,16 +23,16 @@ DAYS, STEPS = 12, 40
 
 
 class House:
-    """The objective: rows of parameters and points in, losses out; with retries."""
+    """The objective: maps rows of parameters and points to losses, with retries."""
 
-    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
+    def evaluate(self, candidates: Candidates, key: str) -> Response:
         rows = {"parameters": candidates.parameters.tolist(), "points": candidates.points.tolist()}
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         for attempt in range(8):
             request = urllib.request.Request(URL, json.dumps(rows).encode(), headers)
             try:
                 with urllib.request.urlopen(request, timeout=10) as response:
-                    return Evaluation(torch.tensor(json.load(response)["losses"]))
+                    return Response(torch.tensor(json.load(response)["losses"]))
             except (OSError, ValueError) as error:  # the key makes a retry free
                 problem = error
                 time.sleep(0.05 * 2**attempt)
@@ -45,7 +45,7 @@ evaluator = Evaluator(House(), Journal(FILE, settings), part=64, concurrency=4)
 tuner = Tuner(
     start, DAYS, estimator=SPSA(0.3), queries=8, allocator=Neyman(), batch=6, learning_rate=0.1
 )
-tuner.decide = evaluator.decide  # how many queries each day gets is decided once, and recorded
+tuner.decide = evaluator.decide  # counts are decided once, and recorded
 
 
 def mean_cost() -> float:

@@ -350,9 +350,9 @@ def test_a_loss_that_is_flat_is_no_error() -> None:
     [
         (
             Outputs(lambda columns: columns[:, 1:], lambda o, p: o.sum(1)),
-            "does not give the losses",
+            "does not reproduce the losses",
         ),
-        (Outputs(lambda columns: columns[:, 0], loss), "must make"),
+        (Outputs(lambda columns: columns[:, 0], loss), r"must return \(rows, outputs\)"),
         (Outputs(lambda columns: columns[:, 1:] / 0, loss), "not finite"),
         (
             Outputs(lambda c: c[:, 1:], lambda o, p: loss(o, p) + (0 * o).sum(1).sqrt()),
@@ -371,7 +371,7 @@ def test_outputs_need_shaped_noise_of_independent_draws() -> None:
     with pytest.raises(FlopsError, match="independent draws"):
         make(estimator=LikelihoodRatio(1e-3, noise="orthogonal", shaping=Shaping()))
     for shaping in (Shaping(explore=0.5), Shaping(decay=0.9)):
-        with pytest.raises(FlopsError, match="leave explore and decay open"):
+        with pytest.raises(FlopsError, match="leave explore and decay unset"):
             make(estimator=LikelihoodRatio(1e-3, shaping=shaping))
 
 

@@ -18,7 +18,7 @@ from flops import LikelihoodRatio
 from flops.blackbox import Candidates, Tuner
 from flops.blackbox.ask_tell import AskTell, Work
 from flops.blackbox.evaluator import BudgetError, Evaluator, drive
-from flops.blackbox.journal import Evaluation, Journal, JournalError
+from flops.blackbox.journal import Journal, JournalError, Response
 from flops.blackbox.objective import ObjectiveError
 from flops.blackbox.tuning import SplitIndices, Tuning
 
@@ -37,18 +37,18 @@ class Asked:
         self.rows: list[int] = []
         self.fails, self.lock = fails, threading.Lock()
 
-    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
+    def evaluate(self, candidates: Candidates, key: str) -> Response:
         with self.lock:
             self.keys.append(key)
             self.rows += candidates.points.tolist()
         if set(candidates.points.tolist()) & self.fails:
             raise ConnectionError(f"no answer to {key}")
         losses = candidates.parameters.square().sum(1) + candidates.points
-        return Evaluation(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(candidates)})
+        return Response(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(candidates)})
 
 
-def recorded_in(journal: Journal, number: int) -> dict[int, Evaluation]:
-    return journal.read(number).evaluations
+def recorded_in(journal: Journal, number: int) -> dict[int, Response]:
+    return journal.read(number).responses
 
 
 @pytest.mark.bits
@@ -56,7 +56,7 @@ def test_answers_survive_bit_by_bit(tmp_path) -> None:
     columns = torch.randn(4, 3)
     columns[0, 1] = float("nan")  # other columns may be
     journal = Journal(tmp_path / "deep" / "journal.sqlite", SETTINGS)
-    journal.write(2, evaluations={1: Evaluation(columns, {"texts": 7})})
+    journal.write(2, responses={1: Response(columns, {"texts": 7})})
     journal.count("retries", 2)
     journal.count("retries", 3)
     name = journal.run
@@ -70,7 +70,7 @@ def test_answers_survive_bit_by_bit(tmp_path) -> None:
     assert again.counters() == {"retries": 5}
     assert again.paid() == {"queries": 4, "answers": 1, "texts": 7}
     with pytest.raises(JournalError, match="UNIQUE"):  # an answer is never replaced
-        again.write(2, evaluations={1: Evaluation(columns)})
+        again.write(2, responses={1: Response(columns)})
     assert again.paid()["queries"] == 4
     again.close()
 
@@ -120,11 +120,11 @@ def test_files_that_are_no_journals_are_refused(tmp_path) -> None:
 
 HOLD = """
 import sys, time
-from flops.blackbox.journal import Journal, Evaluation
+from flops.blackbox.journal import Journal, Response
 import torch
 journal = Journal(sys.argv[1], {})
 for number in range(int(sys.argv[2])):
-    journal.write(number, evaluations={0: Evaluation(torch.full((3, 1), float(number)))})
+    journal.write(number, responses={0: Response(torch.full((3, 1), float(number)))})
     print(number, flush=True)
 time.sleep(600)
 """
@@ -137,7 +137,7 @@ def test_a_second_process_is_refused_and_what_was_written_is_there_after_a_kill(
         assert holder.stdout is not None
         for number in range(5):
             assert holder.stdout.readline() == f"{number}\n"
-        with pytest.raises(JournalError, match="another process uses it"):
+        with pytest.raises(JournalError, match="in use by another process"):
             Journal(path, {})
         holder.send_signal(signal.SIGKILL)
     with closing(sqlite3.connect(path)) as base:  # no help from the one that wrote it
@@ -226,7 +226,7 @@ def test_the_budget_is_a_hard_cap_that_also_counts_what_is_in_the_journal() -> N
     evaluator = Evaluator(asked, journal, budget=25, part=4, notify=told.append)
     evaluator.evaluate(candidates())
     evaluator.evaluate(candidates())
-    with pytest.raises(BudgetError, match="25 queries does not pay for 10 more after 20"):
+    with pytest.raises(BudgetError, match="25 queries does not cover 10 more after 20"):
         evaluator.evaluate(candidates())
     assert len(asked.rows) == sum(told) == 20
     evaluator.evaluate(candidates(5))  # to the last one
@@ -314,7 +314,7 @@ def test_a_run_stops_while_validation_and_test_can_still_be_paid_for() -> None:
     drive(rich, Evaluator(plain, Journal(":memory:", {}), budget=10_000))
     assert rich.stopped == "epochs"
     poor, asked = tuning(budget=11), Asked()
-    with pytest.raises(BudgetError, match=r"11 queries does not pay for evaluating .* takes 12"):
+    with pytest.raises(BudgetError, match=r"11 queries does not cover one evaluation .* takes 12"):
         drive(poor, Evaluator(asked, Journal(":memory:", {}), budget=11))
     assert asked.rows == []
 

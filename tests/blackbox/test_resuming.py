@@ -28,10 +28,10 @@ from flops.blackbox.ask_tell import AskTell, Work
 from flops.blackbox.cma import CMAES
 from flops.blackbox.evaluator import Evaluator, drive
 from flops.blackbox.journal import (
-    Evaluation,
     Journal,
     JournalError,
     Request,
+    Response,
     Signature,
     pack,
     unpack,
@@ -57,14 +57,14 @@ class Service:
     """Takes bytes under keys, charges each key once, and refuses other bytes under it."""
 
     def __init__(self, breaks: int = 10**9) -> None:
-        self.ledger: dict[str, tuple[bytes, Evaluation]] = {}
+        self.ledger: dict[str, tuple[bytes, Response]] = {}
         self.breaks, self.charged, self.lock = breaks, 0, threading.Lock()
 
     def prepare(self, candidates: Candidates, key: str) -> list[Request]:
         values = candidates.parameters.contiguous().numpy().tobytes()
         return [Request(key, values + candidates.points.numpy().tobytes())]
 
-    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
+    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Response:
         (request,) = requests
         with self.lock:
             self.breaks -= 1
@@ -72,10 +72,10 @@ class Service:
                 body, answer = self.ledger[request.key]
                 if body != request.body:
                     raise ValueError(f"409: {request.key} was used for another body")
-                return Evaluation(answer.columns, {"replays": 1})
+                return Response(answer.columns, {"replays": 1})
             values = torch.frombuffer(bytearray(request.body), dtype=torch.float32)
             parameters = values[: len(candidates) * D].reshape(-1, D)
-            answer = Evaluation(logits(parameters, candidates.points), {"replays": 0})
+            answer = Response(logits(parameters, candidates.points), {"replays": 0})
             self.charged += len(candidates)
             self.ledger[request.key] = (request.body, answer)
             if self.breaks < 0:  # it was computed and charged, and never arrives
@@ -222,7 +222,7 @@ def test_answers_go_with_the_directions_that_were_asked(tmp_path, monkeypatch) -
     drive(whole, Evaluator(Service(), Journal(":memory:", {}), part=5))
 
     class Breaks(Service):
-        def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
+        def send(self, candidates: Candidates, requests: Sequence[Request]) -> Response:
             if requests[0].key.endswith("-14-3"):  # in the queries of the last step
                 raise ConnectionError
             return super().send(candidates, requests)
@@ -280,7 +280,7 @@ def test_a_request_is_on_the_disk_before_it_is_sent_and_gone_when_it_is_answered
     journal, sent = Journal(path, {}), []
 
     class Records(Service):
-        def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
+        def send(self, candidates: Candidates, requests: Sequence[Request]) -> Response:
             sent.append((requests[0].key, requests[0].body))
             return super().send(candidates, requests)
 
@@ -507,7 +507,7 @@ def test_a_full_disk_is_waited_for_and_then_said_in_a_sentence(tmp_path) -> None
     assert sum(line.startswith("said the journal") for line in said) == 1
     assert said[-1].startswith("stopped the journal")
     assert "free some space" in said[-1]
-    assert "nothing is paid for twice" in said[-1]
+    assert "nothing is charged twice" in said[-1]
     journal = Journal(path, {})
     assert journal.paid()["queries"] >= 64 * len(answered)
     service = Service()

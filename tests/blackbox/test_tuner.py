@@ -354,7 +354,7 @@ def test_the_state_is_not_shared_with_the_tuner() -> None:
 def test_states_that_do_not_fit_are_refused() -> None:
     tuner = make()
     tuner.ask()
-    with pytest.raises(FlopsError, match="under way"):
+    with pytest.raises(FlopsError, match="in progress"):
         tuner.state_dict()
     tuner.step()
     state = tuner.state_dict()
@@ -458,7 +458,7 @@ def test_a_value_of_a_whole_data_set_can_be_minimised() -> None:
         ({"embeddings": torch.zeros(2, 2)}, "each of the 5 points"),
         ({"queries": 0.5}, "at least 1 queries per point, not 0.5"),
         ({"queries": 1, "estimator": SPSA()}, "at least 2 queries per point"),
-        ({"estimator": Exact()}, "LikelihoodRatio, ES or SPSA, not by Exact"),
+        ({"estimator": Exact()}, "LikelihoodRatio, ES and SPSA, not Exact"),
         ({"estimator": SPSA(shared=True), "allocator": Gaussian()}, "correlated"),
     ],
 )

@@ -21,12 +21,12 @@ PAUSE = object()
 
 
 class AskTell:
-    """Base of optimizers: `work` yields candidates and is sent values (Q, k), losses first.
+    """Base class of optimizers: `work` yields candidates and is sent their values (Q, k).
 
     Attributes:
         asked: Rows evaluated so far.
         decide: Called with the name and value of each discrete decision; returns the value to use,
-            which may be one that an earlier process recorded (`Evaluator.decide`).
+            which may have been recorded by an earlier process (`Evaluator.decide`).
     """
 
     def __init__(self, objective: Objective | None = None) -> None:
@@ -45,7 +45,7 @@ class AskTell:
 
     @property
     def waiting(self) -> bool:
-        """Whether candidates wait for their values."""
+        """Whether candidates are pending."""
         return self._pending is not None
 
     @property
@@ -54,14 +54,14 @@ class AskTell:
         return self._done
 
     def ask(self) -> Candidates:
-        """The rows to evaluate next; the same ones until their values are told.
+        """Candidates to evaluate next; the same ones until `tell` has their values.
 
         Raises:
             FlopsError: If nothing is left to evaluate (see `done`).
         """
         if self._failed is not None:
             raise FlopsError(
-                f"this stopped with an error ({self._failed}); start again from the last state"
+                f"an earlier step failed ({self._failed}); load the last state to continue"
             ) from self._failed
         while self._pending is None and not self._done:  # past a pause
             with Hold(), Whole():
@@ -79,13 +79,13 @@ class AskTell:
         if self._pending is None:
             raise FlopsError("no candidates are pending: call ask() first")
         columns = checked(values, self._pending)
-        with Hold(), Whole():  # Ctrl-C comes before it or after it
+        with Hold(), Whole():  # Ctrl-C takes effect before or after, not in between
             self.asked += len(self._pending)
             self._pending = None
             self._advance(columns)
 
     def evaluate(self, candidates: Candidates) -> Tensor:
-        """Values of candidates by the objective at hand."""
+        """Evaluate candidates with the objective."""
         if self.objective is None:
             raise FlopsError("no objective was given: use ask() and tell()")
         return self.objective(candidates.parameters, candidates.points)

@@ -1,6 +1,6 @@
-"""CMA-ES, the usual optimizer of black boxes, with the same ask/tell interface.
+"""CMA-ES, the standard black-box baseline, with the same ask/tell interface.
 
-Hansen, "The CMA evolution strategy: a tutorial", 2016; the `cma` package does the work. A
+Hansen, "The CMA evolution strategy: a tutorial", 2016; the `cma` package implements it. A
 generation is a population of parameter vectors, each with the mean loss of the same batch of
 points; the estimate is the mean of the search distribution. From 200 parameters on the covariance
 is diagonal: a full one costs d^2 memory and d^3 time.
@@ -29,12 +29,12 @@ class CMAES(AskTell):
 
     Args:
         start: Mean of the first population, shape (d,).
-        points: How many points there are.
+        points: Number of points.
         objective: As for `Tuner`.
-        sigma: First standard deviation: the step size that has to be chosen.
-        batch: Points of a generation.
-        population: Vectors of a generation; None is 4 + 3 log d, the package's own.
-        seed: Key of samples and of the order of points.
+        sigma: Initial standard deviation of the search distribution.
+        batch: Points per generation.
+        population: Vectors per generation; None is 4 + 3 log d, the package's default.
+        seed: Seeds the samples and the order of points.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CMAES(AskTell):
             raise FlopsError(f"sigma must be positive, not {sigma}")
         cma = require("cma", "cma")
         self._order = Order(points, batch, seed)
-        # A generator of its own: the package would seed the global one.
+        # Its own generator: the package would seed the global one.
         source = np.random.Generator(np.random.PCG64(mix(seed, 19)))
         options: dict[str, Any] = {
             "seed": np.nan,
@@ -63,7 +63,7 @@ class CMAES(AskTell):
         }
         if population is not None:
             options["popsize"] = population
-        with _quietly():
+        with _preserved_numpy_state():
             self._search = cma.CMAEvolutionStrategy(start.double().numpy(), sigma, options)
         self.population = int(self._search.popsize)
         self.steps, self.loss = 0, float("nan")
@@ -76,7 +76,7 @@ class CMAES(AskTell):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in which every point comes once."""
+        """Batches per epoch."""
         return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
@@ -84,7 +84,7 @@ class CMAES(AskTell):
         return self.population * len(self._batch())
 
     def work(self) -> Work[None]:
-        """Generations without end, as candidates."""
+        """An endless sequence of generations."""
         while True:
             yield from self.stepping()
             yield PAUSE
@@ -92,7 +92,7 @@ class CMAES(AskTell):
     def stepping(self) -> Work[None]:
         """One generation."""
         points = self._batch()
-        with _quietly():
+        with _preserved_numpy_state():
             own = self._search.ask()
         vectors = torch.from_numpy(np.stack(own)).float()
         if self.decide is not None:
@@ -104,16 +104,16 @@ class CMAES(AskTell):
         self._tell(own, vectors, values)
 
     def _tell(self, own: list[Any], vectors: Tensor, values: list[float]) -> None:
-        """End a generation: the evaluated vectors count, even if others were sampled here."""
+        """End a generation with the evaluated vectors, even if this process sampled others."""
         same = torch.equal(torch.from_numpy(np.stack(own)).float(), vectors)
-        with _quietly():
+        with _preserved_numpy_state():
             self._search.tell(own if same else list(vectors.double().numpy()), values)
         self._told.append((vectors, values))
         self.loss = sum(values) / len(values)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All generations: the package has no state that another version of it could read."""
+        """All generations: the package has no state format that its other versions can read."""
         return {
             "population": self.population,
             "vectors": [vectors for vectors, _ in self._told],
@@ -122,10 +122,10 @@ class CMAES(AskTell):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken: every generation is told again.
+        """Continue from a `state_dict`, by replaying every generation.
 
         Raises:
-            FlopsError: If its populations are of another size, or this search has begun.
+            FlopsError: If the population size differs, or this search has begun.
         """
         if self.steps or state["population"] != self.population:
             raise FlopsError(
@@ -133,7 +133,7 @@ class CMAES(AskTell):
                 f"{self.population}; load it before the first step"
             )
         for vectors, values in zip(state["vectors"], state["values"], strict=True):
-            with _quietly():
+            with _preserved_numpy_state():
                 own = self._search.ask()
             self._tell(own, vectors, [float(value) for value in values])
         self.restart(int(state["asked"]))
@@ -142,8 +142,8 @@ class CMAES(AskTell):
         return self._order.at(self.steps)
 
 
-class _quietly:
-    """Leave numpy's shared random state as it was, whatever the package does with it."""
+class _preserved_numpy_state:
+    """Restore numpy's global random state, which the package may change."""
 
     def __enter__(self) -> None:
         self._state = np.random.get_state()  # noqa: NPY002

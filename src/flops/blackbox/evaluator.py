@@ -1,9 +1,9 @@
-"""Evaluates candidates: from the journal where it has their values, else by the objective.
+"""Evaluates candidates: from the journal if it has their values, else with the objective.
 
-Candidates are cut into parts, each requested under an idempotency key of its own: a service that
-has seen the key returns the same values again, free. A request is in the journal, byte for byte,
-before it is sent, so that a retry, on whatever machine, sends the same bytes. Parts are requested
-concurrently; whatever comes back is recorded at once, even when another part fails.
+Candidates are split into parts, each requested under its own idempotency key: a service that has
+seen the key returns the same values again, free of charge. A request is in the journal, byte for
+byte, before it is sent, so that a retry on any machine sends the same bytes. Parts are requested
+concurrently; every response is recorded at once, even when another part fails.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from flops.blackbox.ask_tell import AskTell
-from flops.blackbox.journal import Evaluation, Journal, JournalError, Request, Round, Signature
+from flops.blackbox.journal import Journal, JournalError, Request, Response, Round, Signature
 from flops.blackbox.objective import Candidates, Objective, checked
 from flops.blackbox.snapshots import SHARE, Snapshots
 from flops.errors import FlopsError
 
-PART = 256  # rows of a request
+PART = 256  # rows per request
 
 
 class BudgetError(FlopsError):
@@ -33,25 +33,25 @@ class BudgetError(FlopsError):
 
 @runtime_checkable
 class KeyedObjective(Protocol):
-    """An objective that takes an idempotency key with each request, and reports its cost."""
+    """An objective that takes an idempotency key with each request and reports its cost."""
 
-    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
+    def evaluate(self, candidates: Candidates, key: str) -> Response:
         """Evaluate under a key; a repeat under the same key must be free."""
         ...
 
 
 @runtime_checkable
 class RequestObjective(Protocol):
-    """An objective that sends bytes: it serializes requests once, and may send them again."""
+    """An objective that sends bytes: requests are serialized once and may be sent again."""
 
     def prepare(self, candidates: Candidates, key: str) -> Sequence[Request]:
         """Serialize requests, each under a key that starts with this one."""
         ...
 
-    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
-        """Send requests as they are.
+    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Response:
+        """Send serialized requests.
 
-        The parameters of the candidates may differ in their last bits from those in the requests.
+        The parameters of the candidates may differ by rounding from those in the requests.
         """
         ...
 
@@ -61,12 +61,12 @@ class Evaluator:
     """Evaluates candidates in order; each row is paid for once.
 
     Args:
-        objective: What evaluates them.
+        objective: Evaluates them.
         journal: Where requests and values are recorded.
-        budget: Most rows of the run; None for no limit.
-        part: Rows of one request. It belongs to a run: other cuts are other requests.
-        concurrency: Requests at a time.
-        notify: Called with the number of rows whenever some were evaluated.
+        budget: Largest number of rows of the run; None for no limit.
+        part: Rows per request. Fixed for a run: other parts would be other requests.
+        concurrency: Requests in flight at a time.
+        notify: Called with the number of rows after each response.
 
     Attributes:
         number: Ask/tell rounds completed so far.
@@ -85,15 +85,15 @@ class Evaluator:
     _decisions: list[tuple[str, Any]] = field(default_factory=list, init=False)
 
     def evaluate(self, candidates: Candidates) -> Tensor:
-        """Columns of all rows, shape (Q, k).
+        """Evaluate candidates: columns of all rows, shape (Q, k).
 
         Raises:
-            BudgetError: Before anything is sent, if the budget does not cover the candidates.
-            JournalError: If the journal has candidates of another structure in this round.
+            BudgetError: If the budget does not cover the candidates; nothing is sent.
+            JournalError: If the journal has other points or another kind in this round.
         """
         if self.budget is not None and self.rows + len(candidates) > self.budget:
             raise BudgetError(
-                f"the budget of {self.budget:,} queries does not pay for {len(candidates):,} more "
+                f"the budget of {self.budget:,} queries does not cover {len(candidates):,} more "
                 f"after {self.rows:,}"
             )
         before = self.rows
@@ -104,7 +104,7 @@ class Evaluator:
             raise
 
     def decide(self, name: str, value: Any) -> Any:
-        """The decision recorded in this place; else this one, recorded from now on."""
+        """The recorded decision, if there is one here; else this one, recorded with the round."""
         made, place = self._here().decisions, len(self._decisions)
         if place < len(made):
             if made[place][0] != name:
@@ -114,14 +114,14 @@ class Evaluator:
         return value
 
     def start(self, number: int, rows: int) -> None:
-        """Continue from a snapshot: so many rounds and rows were evaluated before."""
+        """Continue from a snapshot, after this many rounds and rows."""
         self.number, self.rows = number, rows
         self._recorded, self._decisions = None, []
         if self.notify is not None and rows:
             self.notify(rows)
 
     def _here(self) -> Round:
-        """What the journal has of the next round."""
+        """The journal's record of the next round."""
         if self._recorded is None:
             self._recorded = self.journal.read(self.number)
         return self._recorded
@@ -140,14 +140,14 @@ class Evaluator:
                 else " (of other points)"
             )
             raise self._mismatch(str(recorded.signature), f"{signature}{where}")
-        most = max([0, *recorded.evaluations, *recorded.requests, *recorded.damaged])
+        most = max([0, *recorded.responses, *recorded.requests, *recorded.damaged])
         if most >= len(parts):
             raise self._mismatch(f"of {most + 1} parts or more", f"of {len(parts)}")
-        found = dict(recorded.evaluations)
-        for place, evaluation in found.items():
-            if len(evaluation.columns) != len(parts[place]):
+        found = dict(recorded.responses)
+        for place, response in found.items():
+            if len(response.columns) != len(parts[place]):
                 raise self._mismatch(
-                    f"answered with {len(evaluation.columns)} rows in part {place}",
+                    f"evaluated with {len(response.columns)} rows in part {place}",
                     f"of {len(parts[place])} there",
                 )
             self._note(len(parts[place]))
@@ -160,10 +160,10 @@ class Evaluator:
         parts: list[Candidates],
         signature: Signature,
         recorded: Round,
-        found: dict[int, Evaluation],
+        found: dict[int, Response],
     ) -> None:
         """Request the parts that the journal does not have."""
-        waiting: dict[Future[Evaluation], int] = {}
+        waiting: dict[Future[Response], int] = {}
         todo = [place for place in range(len(parts)) if place not in found]
         error: BaseException | None = None
         if not todo:
@@ -171,8 +171,8 @@ class Evaluator:
         first: dict[str, Any] = {}
         if recorded.signature is None:
             first = {"signature": signature, "decisions": self._decisions}
-        arrived: dict[int, Evaluation] = {}
-        # The threads do arithmetic too: as many threads of torch for each as here.
+        arrived: dict[int, Response] = {}
+        # Objectives may compute in these threads: each gets the torch threads of this one.
         with ThreadPoolExecutor(
             min(self.concurrency, len(todo)),
             "evaluate",
@@ -186,17 +186,17 @@ class Evaluator:
                     ready[place] = recorded.requests.get(place, ())
                     if not ready[place]:
                         ready[place] = fresh[place] = self._prepare(parts[place], place)
-                # Next requests and new values: on disk before either is used.
+                # Requests and values are on disk before they are sent or used.
                 self.journal.write(
                     self.number,
                     **first,
                     requests=fresh,
-                    evaluations=arrived,
+                    responses=arrived,
                     repaired=recorded.paid,
                 )
                 first = {}
-                for place, evaluation in arrived.items():
-                    found[place] = evaluation
+                for place, response in arrived.items():
+                    found[place] = response
                     self._note(len(parts[place]))
                 arrived = {}
                 for place, requests in ready.items():
@@ -219,17 +219,17 @@ class Evaluator:
 
     def _request(
         self, candidates: Candidates, requests: Sequence[Request], stored: bool
-    ) -> Evaluation:
-        """``stored``: another process made the requests, so their parameters are evaluated."""
+    ) -> Response:
+        """``stored``: the requests are from an earlier process, so their parameters count."""
         if isinstance(self.objective, RequestObjective):
-            evaluation = self.objective.send(candidates, requests)
-            return Evaluation(checked(evaluation.columns, candidates), evaluation.cost)
+            response = self.objective.send(candidates, requests)
+            return Response(checked(response.columns, candidates), response.cost)
         if stored:
             candidates = _deserialize(requests[0].body, candidates.kind)
         if isinstance(self.objective, KeyedObjective):
-            evaluation = self.objective.evaluate(candidates, requests[0].key)
-            return Evaluation(checked(evaluation.columns, candidates), evaluation.cost)
-        return Evaluation(
+            response = self.objective.evaluate(candidates, requests[0].key)
+            return Response(checked(response.columns, candidates), response.cost)
+        return Response(
             checked(self.objective(candidates.parameters, candidates.points), candidates)
         )
 
@@ -239,8 +239,9 @@ class Evaluator:
             return failure
         error = JournalError(
             f"the journal {self.journal.path} is damaged: {recorded.damaged[place]} fails its "
-            f"checksum, and a repeat under its key failed ({failure}). If that may pass, start the "
-            "same command again; else restore the file from a backup, or start anew elsewhere"
+            f"checksum, and a repeat under its key failed ({failure}). If that is temporary, start "
+            "the same command again; else restore the file from a backup, or start again in "
+            "another folder"
         )
         error.__cause__ = failure
         return error
@@ -248,9 +249,9 @@ class Evaluator:
     def _mismatch(self, there: str, here: str) -> JournalError:
         return JournalError(
             f"round {self.number} was {there} when the journal {self.journal.path} was written, "
-            f"and is now {here}: the run would go another way than the one that was paid for. "
+            f"and is now {here}: the run would diverge from the one that was paid for. "
             "Nothing was sent and nothing is lost; continue with the settings (data, --budget) and "
-            f"the version of flops ({self.journal.version}) that started it"
+            f"the flops version ({self.journal.version}) that started it"
         )
 
     def _note(self, rows: int) -> None:
@@ -268,10 +269,10 @@ def drive(
     """Ask, evaluate and tell until the optimizer is done, from the last snapshot on.
 
     Args:
-        optimizer: Asks. If it has a state, that is saved at its pauses.
-        evaluator: Evaluates.
+        optimizer: Proposes candidates. If it has a state, it is saved at its pauses.
+        evaluator: Evaluates them.
         after: Called after every round.
-        share: Of the time that snapshots may take.
+        share: Largest fraction of the time spent on snapshots.
     """
     optimizer.decide = evaluator.decide
     snapshots = Snapshots.of(optimizer, evaluator.journal, share)
@@ -285,7 +286,7 @@ def drive(
 
 
 def _serialize(candidates: Candidates) -> bytes:
-    """Candidates in the safetensors format; a vector that all rows share once."""
+    """Candidates in the safetensors format; a vector that all rows share is stored once."""
     values = candidates.parameters
     if len(values) > 1 and values.stride(0) == 0:
         values = values[:1]

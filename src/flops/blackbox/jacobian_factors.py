@@ -1,19 +1,20 @@
-r"""A few directions that all points share: the prior of how outputs depend on the parameters.
+r"""A low-rank prior of the Jacobian of the outputs, shared by all points.
 
-Row c of a point's Jacobian J is the gradient of its output c. Before anything is known of a point,
+Row c of a point's Jacobian J is the gradient of its output c. Its prior is
 
     J_c ~ N(0, e (U U^T + s I) / K),
 
-U a thin matrix for all points, s what it leaves to every direction, e the point's energy, K the
-number of outputs. A derivative along noise z is <J_c, z> plus an error that grows with its age, for
-the parameters have moved since. Given the derivatives y of a point along its noise Z (n x d), the
-posterior mean of J_c is
+with a low-rank factor U shared by all points, an isotropic floor s, the point's energy e and the
+number of outputs K. A directional derivative along noise z is <J_c, z> plus an error that grows
+with its age, since the parameters have moved. Given the derivatives y of a point along its noise
+Z (n x d), the posterior mean of J_c is
 
     (U U^T + s I) Z^T alpha / K,   alpha = S^-1 y,   S = (Z U U^T Z^T + s Z Z^T + N) / K,
 
-N the errors on a diagonal. U is fitted by expectation maximisation over all derivatives that are
-remembered: the mean and covariance of every point's coordinates along U, then the U that explains
-the derivatives best, by a few steps of conjugate gradients. Nothing of size d x d is made.
+with N the diagonal matrix of error variances. U is fitted to all stored derivatives by expectation
+maximisation: the posterior mean and covariance of every point's coordinates along U, then the U
+that explains the derivatives best, by a few steps of conjugate gradients. No d x d matrix is
+formed.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from torch import Tensor
 
 from flops.perturb.random import generator
 
-RANK = 16  # shared directions
+RANK = 16  # columns of U
 ROUNDS, STEPS = 2, 4  # of expectation maximisation, and of conjugate gradients in each
-ERROR = 0.01  # of a derivative, over its mean square: curvature and rounding
-LEAST = 0.02  # of the energy is left to all directions, however well U explains it
+ERROR = 0.01  # variance of a derivative over its mean square: curvature and rounding
+LEAST = 0.02  # lower bound of s: share of the energy outside U
 DRIFTS = (1e-4, 0.3)  # bounds of the error per squared step of age
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Derivatives of points along their noise, padded with zeros to the longest.
+    """Directional derivatives of points, padded with zeros to the longest.
 
     Attributes:
         noise: Directions, shape (P, n, d).
-        derivatives: Of each output, over the root of the point's energy, shape (P, n, K).
-        age: Steps since, shape (P, n).
-        real: What is no padding, shape (P, n).
+        derivatives: Of each output, divided by the root of the point's energy, shape (P, n, K).
+        age: Age of each in steps, shape (P, n).
+        real: False for padding, shape (P, n).
         products: Z Z^T, shape (P, n, n).
     """
 
@@ -51,7 +52,7 @@ class Measured:
     products: Tensor
 
     def at(self, points: Tensor) -> Measured:
-        """Of some points."""
+        """The derivatives of some points."""
         return Measured(*(value[points] for value in vars(self).values()))
 
     def errors(self, drift: float) -> Tensor:
@@ -61,14 +62,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """Of every point's derivatives: alpha and S^-1, shapes (P, n, K) and (P, n, n)."""
+    """Posterior weights: alpha and S^-1, shapes (P, n, K) and (P, n, n)."""
 
     alpha: Tensor
     inverse: Tensor
 
     @property
     def held_out(self) -> Tensor:
-        """Residual of each derivative by the fit to the point's others, shape (P, n, K)."""
+        """Leave-one-out residual of each derivative, shape (P, n, K)."""
         return self.alpha / self.inverse.diagonal(dim1=1, dim2=2).unsqueeze(2)
 
 
@@ -88,14 +89,14 @@ class Factors:
 
     @classmethod
     def unknown(cls, dimensions: int, seed: int) -> Factors:
-        """Almost isotropic: U is a small random matrix from which it can grow."""
+        """An almost isotropic prior: U starts as a small random matrix."""
         rank = min(RANK, dimensions)
         source = generator(seed, 19)
         directions = torch.randn(dimensions, rank, generator=source) * (0.3 / dimensions**0.5)
         return cls(directions, 1 / dimensions, 0.01)
 
     def times(self, rows: Tensor) -> Tensor:
-        """(U U^T + s I) for rows, shape (..., d)."""
+        """(U U^T + s I) times rows, shape (..., d)."""
         return rows @ self.directions @ self.directions.T + self.floor * rows
 
     def fit(self, seen: Measured) -> Fit:
@@ -105,11 +106,11 @@ class Factors:
         return Fit(alpha.to(seen.derivatives), inverse.to(seen.derivatives))
 
     def learned(self, seen: Measured, now: Tensor) -> Factors:
-        """The prior that explains the derivatives better.
+        """The prior after an update on all stored derivatives.
 
         Args:
-            seen: All that is remembered.
-            now: Which points were asked in this step, positions in ``seen``.
+            seen: Stored derivatives.
+            now: Positions in ``seen`` of the points of this step.
         """
         latest, (low, high), found = seen.at(now), DRIFTS, self
         if bool((latest.age > 0).any()):
@@ -122,7 +123,7 @@ class Factors:
         return found
 
     def _system(self, seen: Measured) -> Tensor:
-        """S of every point; the padding is left to itself."""
+        """S of every point; the identity in the padding."""
         along = seen.noise @ self.directions
         system = along @ along.transpose(1, 2) + self.floor * seen.products
         return (
@@ -130,7 +131,7 @@ class Factors:
         ).double() / seen.derivatives.size(2)
 
     def _maximised(self, seen: Measured) -> Tensor:
-        """U after one round of expectation maximisation."""
+        """U after one iteration of expectation maximisation."""
         rank, outputs = self.directions.size(1), seen.derivatives.size(2)
         along = seen.noise @ self.directions / outputs  # covariance of derivatives and coordinates
         fit = self.fit(seen)
@@ -141,7 +142,7 @@ class Factors:
         weighted = weight.unsqueeze(2)
 
         def spread_back(rows: Tensor) -> Tensor:
-            """Sum over points and derivatives of z times a row, shape (d, r)."""
+            """Sum over points and derivatives of z times its row, shape (d, r)."""
             return seen.noise.flatten(0, 1).T @ (weighted * rows).flatten(0, 1)
 
         def normal(directions: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ class Factors:
         return found
 
     def missed(self, seen: Measured) -> float:
-        """Share of this step's derivatives, in square, that all others do not explain."""
+        """Fraction of the variance of this step's derivatives that the others do not explain."""
         fresh = (seen.real & (seen.age == 0)).unsqueeze(2)
         left = (self.fit(seen).held_out * fresh).square().sum()
         return float(left / (seen.derivatives * fresh).square().sum().clamp(min=1e-30))

@@ -1,19 +1,18 @@
-"""Jacobian memory: queries of earlier steps still inform the estimate of this one.
+"""Jacobian memory: queries of earlier steps reduce the variance of this step's estimate.
 
 The gradient of a point's loss is J^T r, with J the Jacobian of its outputs and r the derivative of
-the loss by these. r changes with every step and is known; J hardly changes from one batch of a
-point to the next. So the derivatives of earlier batches still tell about it, and so do those of
-other points, through directions that all of them share (`flops.blackbox.jacobian_factors`). Queries
-are isotropic: each of them also measures what is not known yet. With the posterior mean J' and n
-queries of this step,
+the loss with respect to them. r is known in every step; J changes little from one visit of a point
+to the next. So directional derivatives of earlier batches are informative about J, and so are those
+of other points, through a shared low-rank prior (`flops.blackbox.jacobian_factors`). All queries
+are isotropic. With the posterior mean J' and n queries of this step,
 
     g_j = J'_j^T r_j + (1/n) sum_i h_ji z_ji
 
-where h are held-out residuals: a derivative less its prediction from all others. The more is known,
-the less noise is left. J' in the first part is the mean over fits that leave one query out, so that
-the estimate is unbiased whatever is remembered, as long as the shared directions are those of the
-steps before (``Shaping(unbiased=True)``); by default they are fitted to this step's derivatives
-too, which leaves less noise and shortens the estimate a little.
+where h are leave-one-out residuals: a derivative minus its prediction from all others. J' in the
+first term is the mean over fits that leave one query out, so the estimate is unbiased whatever the
+memory holds, provided that the prior was fitted to earlier steps only (``Shaping(unbiased=True)``).
+By default the prior is fitted to this step's derivatives too, which reduces the variance further
+and shrinks the estimate a little.
 """
 
 from __future__ import annotations
@@ -49,23 +48,23 @@ from flops.perturb.random import Kind, NoiseStream
 from flops.subspace.report import ShapingReport
 from flops.subspace.step import ShapedEstimate
 
-NEWEST = 96  # derivatives of a point that are remembered, unless one step has more
-MOST = 512  # derivatives of a point that are looked at: a fit costs their cube
-POINTS = 256  # points that are looked at, unless a batch has more: this step's and the latest
-ROOM = 1 << 27  # noise values that are remembered, 512 MB
+NEWEST = 96  # stored derivatives per point, unless one step has more
+MOST = 512  # derivatives per point in a fit, whose cost grows with their cube
+POINTS = 256  # points in a fit, unless a batch has more: this step's and the latest
+ROOM = 1 << 27  # noise values kept, 512 MB
 
 Name = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class QueryBatch:
-    """Queries of a batch; their noise follows from the key.
+    """Queries of a batch; their noise is regenerated from the key.
 
     Attributes:
         key: Of the noise: seed, step, group.
         ids: Points of the batch.
-        draws: How many each of them made.
-        derivatives: Of the outputs along each draw, shape (draws in all, K).
+        draws: Number of draws per point.
+        derivatives: Of the outputs along each draw, shape (total draws, K).
     """
 
     key: tuple[int, ...]
@@ -75,7 +74,7 @@ class QueryBatch:
 
     @property
     def name(self) -> Name:
-        """All that its noise depends on."""
+        """Identifies the noise of the batch."""
         return self.key, tuple(self.ids), tuple(self.draws)
 
     def points(self) -> Tensor:
@@ -85,13 +84,13 @@ class QueryBatch:
 
 @dataclass(frozen=True)
 class KeptDraws:
-    """Draws of a batch that are remembered.
+    """Draws of a batch that are kept.
 
     Attributes:
         batch: The batch.
-        use: Which of its draws.
+        use: Indices of the kept draws.
         points: Their points.
-        number: Place of each among its point's draws, the newest first.
+        number: Rank of each among its point's draws, the newest first.
     """
 
     batch: QueryBatch
@@ -102,7 +101,7 @@ class KeptDraws:
 
 @dataclass(frozen=True)
 class RecycledEstimate:
-    """What a step's estimate is.
+    """The estimate of one step.
 
     Attributes:
         delta: Estimated gradient of every point's loss, shape (B, d).
@@ -115,12 +114,12 @@ class RecycledEstimate:
 
 @dataclass(frozen=True)
 class JacobianMemory:
-    """Estimates with all that earlier steps have asked.
+    """Gradient estimates that recycle the queries of earlier steps.
 
     Args:
-        kind: Of the noise.
-        size: Numbers of a parameter vector.
-        unbiased: Fit the shared directions behind the estimate instead of before it.
+        kind: Distribution of the noise.
+        size: Length of the parameter vector.
+        unbiased: Fit the prior after the estimate instead of before it.
     """
 
     kind: Kind
@@ -135,22 +134,22 @@ class JacobianMemory:
     def estimate(
         self, queries: Queries, derivatives: Tensor, draws: Tensor, r: Tensor
     ) -> RecycledEstimate:
-        """Estimate every point's gradient, and remember.
+        """Estimate every point's gradient and store the derivatives.
 
         Args:
-            queries: Of this step.
-            derivatives: Of the outputs along each draw, shape (draws in all, K).
-            draws: Of each point, shape (B,).
-            r: Derivative of each point's loss by its outputs, shape (B, K).
+            queries: Queries of this step.
+            derivatives: Of the outputs along each draw, shape (total draws, K).
+            draws: Number of draws per point, shape (B,).
+            r: Derivative of each point's loss with respect to its outputs, shape (B, K).
         """
         memory = queries.memory
         batch = QueryBatch(queries.key, list(queries.ids), draws.tolist(), derivatives)
         batches = [batch, *(_read(kept) for kept in memory.get("visits", ()))]
         if any(v.derivatives.size(1) != derivatives.size(1) for v in batches):
-            raise FlopsError("the objective has another number of outputs than it had before")
+            raise FlopsError("the number of outputs of the objective has changed")
         kept = self._kept(batches)
         if not kept:
-            raise FlopsError("a step without queries")
+            raise FlopsError("a step needs at least one query")
         seen, energies, place = self._measured(kept)
         now = torch.tensor([place[i] for i in queries.ids if i in place])
         before = _factors(memory.get("factors"), self.size, queries.key[0])
@@ -177,7 +176,7 @@ class JacobianMemory:
         return RecycledEstimate(delta, ShapedEstimate(missed, error, self.size, report))
 
     def _kept(self, batches: Sequence[QueryBatch]) -> list[KeptDraws]:
-        """Newest batches first: as many as there is room for, and of each what is not too old."""
+        """Draws to keep, from the newest batch to the oldest, within the limits."""
         rows, longest = 0, min(MOST, max(NEWEST, *batches[0].draws))
         count: dict[int, int] = {}
         kept: list[KeptDraws] = []
@@ -199,7 +198,7 @@ class JacobianMemory:
         return kept
 
     def _measured(self, kept: Sequence[KeptDraws]) -> tuple[Measured, Tensor, dict[int, int]]:
-        """What is remembered of this step's points and the latest others, energies, places."""
+        """Stored derivatives of this step's points and the latest others; energies; positions."""
         chosen: dict[int, int] = {}
         for part in kept:
             for i in part.batch.ids:
@@ -231,7 +230,7 @@ class JacobianMemory:
         return Measured(noise, derivatives, age, real, products), energies, found
 
     def _noise_of(self, batch: QueryBatch) -> Tensor:
-        """Noise of a batch's draws: kept, or made again behind a restart."""
+        """Noise of a batch's draws, regenerated after a restart."""
         if batch.name not in self._noise:
             draws = torch.tensor(batch.draws)
             place = torch.repeat_interleave(torch.arange(len(draws)), draws)
@@ -243,12 +242,12 @@ class JacobianMemory:
 
 @dataclass(frozen=True)
 class RecycledLikelihoodRatio(Estimator):
-    """Likelihood ratio on the outputs of a black box, with the Jacobians of earlier queries.
+    """Likelihood ratio on the outputs of a black box, with Jacobian memory.
 
     Args:
         options: Noise scale, baseline and kind of noise.
         outputs: What the objective returns besides the losses.
-        size: Numbers of a parameter vector.
+        size: Length of the parameter vector.
     """
 
     options: LikelihoodRatio
@@ -260,13 +259,13 @@ class RecycledLikelihoodRatio(Estimator):
         """Check the options."""
         shaping = self.options.shaping
         if shaping is None:
-            raise FlopsError(
-                "outputs are read by shaped noise only: give the estimator a Shaping()"
-            )
-        if self.options.noise == "orthogonal":  # held-out residuals need independent draws
+            raise FlopsError("outputs need shaped noise: pass shaping=Shaping() to the estimator")
+        if self.options.noise == "orthogonal":  # leave-one-out residuals need independent draws
             raise FlopsError("outputs need independent draws: use noise='gaussian'")
         if shaping.explore is not None or shaping.decay is not None:
-            raise FlopsError("with outputs all queries are isotropic: leave explore and decay open")
+            raise FlopsError(
+                "with outputs all queries are isotropic: leave explore and decay unset"
+            )
         known = JacobianMemory(self.options.noise, self.size, shaping.unbiased)
         object.__setattr__(self, "known", known)
 
@@ -276,11 +275,11 @@ class RecycledLikelihoodRatio(Estimator):
         return self.options.unit
 
     def check(self, selection: Selection) -> None:
-        """As likelihood ratio."""
+        """As `LikelihoodRatio`."""
         self.options.check(selection)
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Sites:
-        """As likelihood ratio."""
+        """As `LikelihoodRatio`."""
         return self.options.bind(selection, passes, reuse)
 
     def begin(self, binding: Sites, queries: Queries, runner: Runner) -> Estimation:
@@ -289,7 +288,7 @@ class RecycledLikelihoodRatio(Estimator):
 
 
 class _Recycled(Estimation):
-    """Derivatives of all outputs along isotropic draws, beside those of earlier batches."""
+    """Derivatives of all outputs along isotropic draws, combined with those of earlier batches."""
 
     def __init__(
         self, estimator: RecycledLikelihoodRatio, binding: Sites, queries: Queries
@@ -318,7 +317,7 @@ class _Recycled(Estimation):
         return Perturbation(self._binding.query_prefix, edits=edits)
 
     def tell(self, rows: Rows, answer: Answer) -> Tensor:
-        """Derivatives of the loss, for allocators; those of the outputs are kept."""
+        """Derivatives of the loss, for allocators; those of the outputs are stored."""
         assert answer.outputs is not None
         outputs = self._estimator.outputs.read(answer.outputs)
         clean = self._clean[rows.points]
@@ -327,7 +326,7 @@ class _Recycled(Estimation):
         return self._options.derivatives(answer.losses, clean, torch.float32)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """Estimate every point's gradient, and remember."""
+        """Estimate every point's gradient and update the memory."""
         queries, estimator = self._queries, self._estimator
         assert queries.clean is not None
         self._derivatives, self._points = values, points
@@ -336,7 +335,7 @@ class _Recycled(Estimation):
         warn_if_rounding(queries, values * self._options.sigma)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The local product of an identity."""
+        """The local VJP of an identity."""
         deltas = self._binding.split(self._found.delta * (scale / self._queries.size))
         runner.products(self._binding.local_prefix, self._binding.local, deltas, sink)
 
@@ -349,7 +348,7 @@ class _Recycled(Estimation):
 def _gradients(
     factors: Factors, fit: Fit, seen: Measured, weights: Tensor, fresh: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the points' losses, and what this step's derivatives leave of their energy."""
+    """Gradients of the points' losses, and the energy that the fit leaves unexplained."""
     count = fresh.sum(1, keepdim=True).clamp(min=1)
     alpha = (fit.alpha * weights).sum(2)
     held = torch.where(fresh, (fit.held_out * weights).sum(2), 0.0)
@@ -363,7 +362,7 @@ def _gradients(
 def _energies(derivatives: Tensor, age: Tensor, real: Tensor) -> Tensor:
     """Mean square of each point's newest derivatives, summed over the outputs.
 
-    Not much less than that of all its derivatives: older ones are measured by it too.
+    Bounded from below by a fraction of the mean over all its derivatives, which it also scales.
     """
     newest = torch.where(real, age, torch.inf).amin(1, keepdim=True)
     squares = derivatives.square().sum(2)

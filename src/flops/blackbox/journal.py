@@ -4,12 +4,12 @@
   sent again under the same idempotency key, and the service charges nothing.
 - Values are on disk before they are used; their request is deleted in the same transaction.
 - Discrete decisions of the tuner (queries per point, directions to measure) are on disk before the
-  candidates that follow from them, and are never made twice.
-- Snapshots hold the whole state of a run. Only what came after the last one is computed again, from
-  the recorded values; what is older than the last but one is deleted, and only its sums are kept.
+  candidates that depend on them, and are never made twice.
+- Snapshots hold the whole state of a run. Only rounds after the last snapshot are replayed, from
+  the recorded values; rounds before the last but one are deleted, and only their totals are kept.
 
-Every row carries a checksum, which is verified when it is read. A row belongs to an ask/tell round,
-numbered from 0 (the column ``question``) and, of a request, to a part of its candidates.
+Every row has a checksum, verified when it is read. A row belongs to an ask/tell round, numbered
+from 0 (the column ``question``); requests and values also to a part of its candidates.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ create table snapshots (
 create table totals (name text primary key, value integer not null);
 create table counters (name text primary key, value real not null);
 """
-SNAPSHOTS = 2  # that are kept: if one cannot be read there is another
-PIECE = 1 << 28  # bytes of a snapshot in one row: SQLite takes less than 10^9
-PATIENCE = 120.0  # seconds for which a full disk is waited for
+SNAPSHOTS = 2  # kept: if one is damaged, there is another
+PIECE = 1 << 28  # bytes of a snapshot per row: SQLite allows less than 10^9
+PATIENCE = 120.0  # seconds of retries on a full disk
 FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # how a full disk is reported
 
 Statement = tuple[str, Sequence[Any]]
 
 
 class JournalError(FlopsError):
-    """A journal is of another run, damaged, in use, or cannot be written."""
+    """A journal belongs to another run, is damaged or in use, or cannot be written."""
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class Response:
     """What an objective returned, and what it cost.
 
     Attributes:
         columns: Loss and other columns of each row, float32 of shape (Q, k).
-        cost: What is counted besides the rows, such as encoded texts.
+        cost: Other counts than the rows, such as encoded texts.
     """
 
     columns: Tensor
@@ -81,7 +81,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent, exactly: the bytes and their idempotency key."""
+    """The bytes of a request and their idempotency key."""
 
     key: str
     body: bytes
@@ -89,11 +89,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Signature:
-    """Structure of candidates: what follows from decisions, not from rounding.
+    """Structure of candidates, which does not depend on rounding.
 
     Attributes:
-        kind: Of the candidates.
-        points: Of their rows.
+        kind: Kind of the candidates.
+        points: Points of their rows.
     """
 
     kind: str
@@ -105,21 +105,21 @@ class Signature:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What the journal has of one ask/tell round.
+    """Record of one ask/tell round.
 
     Attributes:
         signature: Of its candidates; None if they were never sent.
-        decisions: Name and value of those before it.
-        requests: By part: perhaps sent, and without values.
-        evaluations: By part.
+        decisions: Name and value of the decisions before it.
+        requests: By part, of those without values; they may have been sent.
+        responses: By part.
         damaged: Parts whose values or request fail their checksum.
-        paid: Those among them that had been evaluated.
+        paid: Damaged parts that had been evaluated.
     """
 
     signature: Signature | None
     decisions: list[tuple[str, Any]]
     requests: dict[int, list[Request]]
-    evaluations: dict[int, Evaluation]
+    responses: dict[int, Response]
     damaged: dict[int, str]
     paid: set[int]
 
@@ -132,17 +132,18 @@ class Journal:
     """State and values of one run, in an SQLite file that only its owner can read.
 
     Args:
-        path: The file; its folder is made if it is not there. ":memory:" keeps nothing.
-        settings: What the run's candidates follow from; a journal of other settings is refused.
-        say: Told, in a sentence, what was wrong and what is done about it; a warning by default.
-        patience: Seconds for which a full disk is waited for.
+        path: The file; its folder is created if missing. ":memory:" keeps nothing on disk.
+        settings: Everything that determines the run's candidates; a journal with other settings is
+            refused.
+        say: Called with a sentence about each problem and its remedy; warns by default.
+        patience: Seconds of retries on a full disk.
 
     Attributes:
-        run: Name of the run, random, for the keys of its requests.
-        version: Of flops that started it.
+        run: Random name of the run, part of its idempotency keys.
+        version: flops version that started it.
 
     Raises:
-        JournalError: If it is of another run or version, damaged, or another process writes to it.
+        JournalError: If it belongs to another run or version, is damaged, or is in use.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Journal:
             _make(Path(path))
         try:
             self._base = sqlite3.connect(path, timeout=1.0, isolation_level=None)
-            # One process at a time; the system lets go of the lock when that process dies.
+            # One process at a time; the system releases the lock when that process dies.
             self._base.execute("pragma locking_mode = exclusive")
             self._base.execute("pragma journal_mode = wal")
             self._base.execute("pragma synchronous = full")
@@ -173,7 +174,7 @@ class Journal:
             raise
 
     def read(self, number: int) -> Round:
-        """All that is there of a round.
+        """Everything recorded about a round.
 
         Raises:
             JournalError: If its structure or decisions are damaged.
@@ -192,7 +193,7 @@ class Journal:
             self._check(mark, what, number, place, name, value)
             decisions.append((name, unpack(value)))
         requests: dict[int, list[Request]] = {}
-        evaluations, damaged, paid = {}, {}, set()
+        responses, damaged, paid = {}, {}, set()
         for part, place, key, body, mark in self._read(
             "select part, place, key, body, mark from requests where question = ? "
             "order by part, place",
@@ -209,10 +210,10 @@ class Journal:
                 paid.add(part)
                 continue
             columns = torch.from_numpy(np.frombuffer(values, dtype="<f4").copy())
-            evaluations[part] = Evaluation(columns.reshape(count, -1), json.loads(cost))
+            responses[part] = Response(columns.reshape(count, -1), json.loads(cost))
         for part in damaged:
             requests.pop(part, None)
-        return Round(signature, decisions, requests, evaluations, damaged, paid)
+        return Round(signature, decisions, requests, responses, damaged, paid)
 
     def write(
         self,
@@ -220,21 +221,21 @@ class Journal:
         signature: Signature | None = None,
         decisions: Sequence[tuple[str, Any]] = (),
         requests: Mapping[int, Sequence[Request]] | None = None,
-        evaluations: Mapping[int, Evaluation] | None = None,
+        responses: Mapping[int, Response] | None = None,
         repaired: Iterable[int] = (),
     ) -> None:
-        """Record what belongs to a round, in one transaction; on disk when this returns.
+        """Record parts of a round in one transaction; they are on disk when this returns.
 
         Args:
-            number: Of the round.
+            number: Number of the round.
             signature: Of its candidates, the first time.
             decisions: Made before it.
             requests: By part, about to be sent.
-            evaluations: By part; their requests are deleted.
-            repaired: Parts among them that were there before and could not be read.
+            responses: By part; their requests are deleted.
+            repaired: Parts among them whose earlier record was damaged.
 
         Raises:
-            JournalError: If it cannot be written, though a full disk was waited for.
+            JournalError: If it cannot be written, after retries on a full disk.
         """
         todo: list[Statement] = []
         if signature is not None:
@@ -251,15 +252,15 @@ class Journal:
                     ("insert or replace into requests values (?,?,?,?,?,?)", (*sent, _mark(*sent)))
                 )
         again = set(repaired)
-        for part, evaluation in (evaluations or {}).items():
-            todo += self._evaluated(number, part, evaluation, part in again)
+        for part, response in (responses or {}).items():
+            todo += self._evaluated(number, part, response, part in again)
         self._commit(todo)
 
     def save(self, number: int, state: bytes) -> bool:
-        """Keep a snapshot of the state before a round, and delete what is no longer needed.
+        """Store a snapshot of the state before a round, and delete rounds no longer needed.
 
         Returns:
-            Whether there was room for it; without it, more is computed again after a crash.
+            Whether there was room for it; without it, a restart replays more.
         """
         pieces = [state[i : i + PIECE] for i in range(0, len(state), PIECE)] or [b""]
         todo: list[Statement] = [("delete from snapshots where question >= ?", (number,))]
@@ -292,52 +293,52 @@ class Journal:
             yield number, b"".join(bytes(row[2]) for row in rows) if whole else None
 
     def first(self) -> int | None:
-        """The first round that is still there."""
+        """The first round still recorded."""
         found: int | None = self._read("select min(question) from plans")[0][0]
         return found
 
     def count(self, name: str, by: float) -> None:
-        """Add to a counter of the run, over all its processes; written with what comes next."""
+        """Add to a counter of the run, over all its processes; saved with the next write."""
         self._counted[name] = self._counted.get(name, 0.0) + by
 
     def counters(self) -> dict[str, float]:
-        """What was counted so far."""
+        """Counters of the run."""
         found: dict[str, float] = dict(self._read("select name, value from counters"))
         for name, value in self._counted.items():
             found[name] = found.get(name, 0.0) + value
         return found
 
     def paid(self) -> dict[str, int]:
-        """Rows that were evaluated, parts, and the sums of their costs."""
+        """Evaluated rows and parts, and their total costs."""
         return {"queries": 0, "answers": 0} | dict(self._read("select name, value from totals"))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Save the counters and close the file."""
         if not hasattr(self, "_base"):
             return
         if self._counted and hasattr(self, "run"):
             try:
                 self._commit([], patience=0.0)
-            except JournalError:  # counters are for people
+            except JournalError:  # counters are informative only
                 self._counted = {}
         self._base.close()
 
     def _evaluated(
-        self, number: int, part: int, evaluation: Evaluation, repaired: bool
+        self, number: int, part: int, response: Response, repaired: bool
     ) -> Iterator[Statement]:
-        values = evaluation.columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
-        row = (number, part, len(evaluation.columns), values, json.dumps(dict(evaluation.cost)))
+        values = response.columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
+        row = (number, part, len(response.columns), values, json.dumps(dict(response.cost)))
         verb = "insert or replace" if repaired else "insert"
         yield f"{verb} into answers values (?, ?, ?, ?, ?, ?)", (*row, _mark(*row))
         yield "delete from requests where question = ? and part = ?", (number, part)
-        costs = {"queries": len(evaluation.columns), "answers": 1, **evaluation.cost}
-        if repaired and evaluation.cost.get("replays") != 0:  # it was paid for, and counted, before
+        costs = {"queries": len(response.columns), "answers": 1, **response.cost}
+        if repaired and response.cost.get("replays") != 0:  # it was charged and counted before
             costs = {}
         for name, value in costs.items():
             yield _added("totals"), (name, value)
 
     def _commit(self, todo: Sequence[Statement], patience: float | None = None) -> None:
-        """All or nothing; a full disk is waited for."""
+        """Commit all statements or none, with retries on a full disk."""
         counted = [(_added("counters"), item) for item in self._counted.items()]
         end = time.monotonic() + (self.patience if patience is None else patience)
         wait = 0.1
@@ -356,11 +357,11 @@ class Journal:
                     raise DiskFullError(
                         f"the journal {self.path} cannot be written ({error}): free some space on "
                         "its disk and start the same command again; no value is lost, and nothing "
-                        "is paid for twice"
+                        "is charged twice"
                     ) from error
                 if not self._full:
                     self.say(
-                        f"the journal {self.path} cannot be written ({error}); trying again for "
+                        f"the journal {self.path} cannot be written ({error}); retrying for "
                         f"{self.patience:.0f} s"
                     )
                     self._full = True
@@ -380,18 +381,18 @@ class Journal:
         if mark != _mark(*values):
             raise JournalError(
                 f"the journal {self.path} is damaged: {what} fails its checksum. Restore the file "
-                "from a backup, or start anew in another folder"
+                "from a backup, or start again in another folder"
             )
 
     def _unreadable(self, error: sqlite3.Error, verb: str = "read") -> JournalError:
         busy = "locked" in str(error) or "busy" in str(error)
-        why = "another process uses it" if busy else f"it cannot be {verb} ({error})"
+        why = "it is in use by another process" if busy else f"it cannot be {verb} ({error})"
         if "malformed" in str(error):
-            why += ": it is damaged. Restore it from a backup, or start anew in another folder"
+            why += ": it is damaged. Restore it from a backup, or start again in another folder"
         return JournalError(f"the journal {self.path}: {why}")
 
     def _about(self, settings: Mapping[str, Any]) -> str:
-        """Check or write the settings of the run; returns its name."""
+        """Check or write the settings of the run; return its name."""
         here = json.loads(json.dumps(dict(settings)))
         tables = self._base.execute("select name from sqlite_master where type = 'table'")
         if not tables.fetchall():
@@ -409,37 +410,37 @@ class Journal:
             raise JournalError(
                 f"the journal {self.path} has schema {kept.get('schema')}, written by flops "
                 f"{self.version}; this version ({__version__}) reads schema {SCHEMA}. Finish the "
-                "run with the version that started it, or start anew in another folder"
+                "run with the version that started it, or start again in another folder"
             )
         there = json.loads(kept["settings"])
         other = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
         if other:
             now = ", ".join(f"{n} {there.get(n)!r} is now {here.get(n)!r}" for n in other[:3])
             raise JournalError(
-                f"the journal {self.path} is of a run with other settings ({now}); "
-                "continue with those, or start anew in another folder"
+                f"the journal {self.path} belongs to a run with other settings ({now}); "
+                "continue with those, or start again in another folder"
             )
         return str(kept["run"])
 
 
 class DiskFullError(JournalError):
-    """There is no room for what has to be kept."""
+    """The disk is full."""
 
 
 def pack(value: Any) -> bytes:
-    """Tensors, numbers, strings and containers of them as bytes, without code to run."""
+    """Serialize tensors, numbers, strings and containers of them, without pickled code."""
     buffer = io.BytesIO()
     torch.save(_plain(value), buffer)
     return buffer.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    """What was packed."""
+    """Inverse of `pack`."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _plain(value: Any) -> Any:
-    """Without numpy, which the safe reader of torch refuses, and with storage of its own."""
+    """Copy without numpy types, which `torch.load(weights_only=True)` refuses."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.ndarray):
@@ -480,7 +481,7 @@ def _full(error: sqlite3.Error) -> bool:
 
 
 def _make(path: Path) -> None:
-    """For its owner alone, from the first byte on; SQLite's other files take its permissions."""
+    """Create the file readable by its owner only; SQLite's other files take its permissions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     if os.name == "posix":

@@ -2,9 +2,9 @@
 
     losses = objective(parameters, points)    # (Q, d) and (Q,) -> (Q,)
 
-Row q is the loss of point ``points[q]`` under ``parameters[q]``. Nothing else is known of it: it
-may be a service, a simulator, a person. It need not be differentiable; an error rate will do.
-A metric of a whole data set (F1) is an objective with a single point.
+Row q is the loss of point ``points[q]`` under ``parameters[q]``. The objective may be a service or
+a simulator, and need not be differentiable: an error rate will do. A metric of a whole data set
+(F1) is an objective with a single point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ObjectiveError(FlopsError, ValueError):
 
 @runtime_checkable
 class Objective(Protocol):
-    """Losses of points, each under parameters of its own.
+    """Losses of points, each under its own parameters.
 
     It may return several columns, shape (Q, k): the first is the loss, the others are kept
     (whether a point was classified correctly, say).
@@ -43,7 +43,7 @@ class Candidates:
     Attributes:
         parameters: Of each row, shape (Q, d), float32. Rows may share memory.
         points: Position of each row's point in the data set, shape (Q,).
-        kind: What the values are for: "clean", "query", "validation", "test".
+        kind: Purpose of the values: "clean", "query", "validation", "test".
     """
 
     parameters: Tensor
@@ -58,7 +58,7 @@ class Candidates:
         return Candidates(self.parameters[begin:end], self.points[begin:end], self.kind)
 
     def digest(self) -> bytes:
-        """Identifies these candidates bit for bit."""
+        """Hash of all bits of the candidates."""
         mark = hashlib.sha256(f"{self.kind} {tuple(self.parameters.shape)}".encode())
         values = self.parameters
         if len(values) > 1 and values.stride(0) == 0:  # one vector for all rows

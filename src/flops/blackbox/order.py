@@ -1,4 +1,4 @@
-"""Order of points: every epoch all of them once, in batches, by the seed alone."""
+"""Order of points: each epoch visits all of them once, in batches, in an order set by the seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from flops.errors import FlopsError
 from flops.perturb.random import generator
 
-ORDER = 11  # sets the order of points apart from noise
+ORDER = 11  # stream of the order of points, distinct from those of noise
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in which every point comes once."""
+        """Batches per epoch."""
         size = min(self.batch, self.points)
         return -(-self.points // size)
 

@@ -1,8 +1,8 @@
 """Outputs of a black box, of which the loss is a known function.
 
-A service that returns logits shows with every query how all of them change, at no further cost.
-The client computes the loss from them, so its derivative by the outputs is known; the Jacobian of
-the outputs is learned from all queries of a run (`flops.blackbox.jacobian_memory`).
+A service that returns logits reveals with every query how all of them change, at no extra cost. The
+client computes the loss from them, so its derivative with respect to the outputs is known; the
+Jacobian of the outputs is learned from all queries of a run (`flops.blackbox.jacobian_memory`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Outputs:
 
     Args:
         of: Outputs in the columns: ``outputs = of(columns)``, shapes (Q, k) and (Q, K). They should
-            hold nothing that the loss does not depend on: logits less their mean, say.
+            hold nothing that the loss does not depend on: for instance centred logits.
         loss: Losses of outputs: ``losses = loss(outputs, points)``, shapes (Q, K), (Q,) and (Q,),
-            differentiable by the outputs.
+            differentiable in the outputs.
     """
 
     of: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
 
     def derivative(self, columns: Tensor, points: Tensor) -> Tensor:
-        """Of each row's loss by its outputs, shape (Q, K).
+        """Derivative of each row's loss with respect to its outputs, shape (Q, K).
 
         Raises:
-            FlopsError: If the loss of the outputs is not the objective's own, or has no derivative.
+            FlopsError: If `loss` differs from the objective's, or its derivative is not finite.
         """
         outputs = self.read(columns).detach().requires_grad_()
         with torch.enable_grad():
@@ -43,17 +43,19 @@ class Outputs:
         own = columns[:, 0]
         same = losses.shape == own.shape
         if not same or not torch.allclose(losses.detach().to(own), own, 1e-3, 1e-3):
-            raise FlopsError("`outputs.loss` does not give the losses that the objective returns")
+            raise FlopsError(
+                "`outputs.loss` does not reproduce the losses that the objective returns"
+            )
         if not bool(torch.isfinite(found).all()):
             raise FlopsError("the derivative of `outputs.loss` is not finite")
         return found
 
     def read(self, columns: Tensor) -> Tensor:
-        """Outputs in the columns, checked."""
+        """Extract and check the outputs."""
         outputs = self.of(columns)
         if outputs.dim() != 2 or len(outputs) != len(columns) or outputs.size(1) < 1:
             raise FlopsError(
-                f"`outputs.of` must make (rows, outputs) of columns of shape "
+                f"`outputs.of` must return (rows, outputs) for columns of shape "
                 f"{tuple(columns.shape)}, not {tuple(outputs.shape)}"
             )
         if not bool(torch.isfinite(outputs).all()):

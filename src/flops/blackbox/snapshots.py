@@ -1,7 +1,7 @@
-"""Snapshots of a run: its exact state between steps, so that a restart repeats little work.
+"""Snapshots of a run: its exact state between steps, so that a restart replays little.
 
-A snapshot is taken when the time since the last one is long against what that one took, so a run
-spends a few per cent of its time on them however large its state is.
+A snapshot is taken when the time since the last one is long relative to what that one took, so a
+run spends a few per cent of its time on them, however large its state is.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from flops.blackbox.ask_tell import AskTell
 from flops.blackbox.journal import Journal, JournalError, pack, unpack
 from flops.errors import FlopsError
 
-SHARE = 0.03  # of a run's time is spent on snapshots, at most
+SHARE = 0.03  # largest fraction of the time spent on snapshots
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be stopped at a pause and continue from there."""
+    """Can be saved at a pause and continue from there."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later candidates and results follow from."""
+        """Everything that later candidates and results depend on."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where it was taken."""
+        """Continue from a `state_dict`."""
         ...
 
 
 @dataclass
 class Snapshots:
-    """Keeps the state of a run in its journal.
+    """Saves the state of a run in its journal.
 
     Args:
-        run: Whose.
-        journal: Where.
-        share: Of the time that snapshots may take.
+        run: The run.
+        journal: Its journal.
+        share: Largest fraction of the time spent on snapshots.
     """
 
     run: Stateful
@@ -51,17 +51,17 @@ class Snapshots:
 
     @classmethod
     def of(cls, optimizer: AskTell, journal: Journal, share: float) -> Snapshots | None:
-        """None for an optimizer without a state."""
+        """Snapshots of an optimizer; None if it has no state."""
         return cls(optimizer, journal, share) if isinstance(optimizer, Stateful) else None
 
     def restore(self) -> int | None:
-        """Bring the run to its last snapshot.
+        """Load the last snapshot.
 
         Returns:
-            The number of the next round; None if it starts from its beginning.
+            The number of the next round; None if the run starts from the beginning.
 
         Raises:
-            JournalError: If no snapshot can be read, and what came before them is gone.
+            JournalError: If no snapshot can be read and the earlier rounds are deleted.
         """
         damaged = []
         for number, data in self.journal.snapshots():
@@ -82,14 +82,14 @@ class Snapshots:
         if self.journal.first() not in (None, 0):
             raise JournalError(
                 f"the journal {self.journal.path} is damaged: the snapshots before the rounds "
-                f"{damaged} fail their checksums. Restore the file from a backup, or start anew "
+                f"{damaged} fail their checksums. Restore the file from a backup, or start again "
                 "in another folder"
             )
         self._say(damaged, "continuing from the beginning, with the recorded values")
         return None
 
     def offer(self, number: int) -> bool:
-        """At a pause before this round: take a snapshot if it is time for one."""
+        """Take a snapshot before this round if one is due."""
         if time.monotonic() - self._last < self._took / self.share:
             return False
         began = time.monotonic()

@@ -1,8 +1,8 @@
-"""`Tuner`: minimises a black box with the estimators and allocators of the engine.
+"""`Tuner`: black-box optimization with the estimators and allocators of the engine.
 
-Somebody who can evaluate a function can use it: `ask` says which rows are wanted, `tell` takes
-their losses, in any process, at any time. `step` and `run` do both with an objective at hand. A
-step asks twice: for the clean losses of a batch, and for its queries.
+`ask` returns the candidates to evaluate, `tell` takes their losses, from any process, at any time.
+`step` and `run` do both with a given objective. A step has two rounds or more: the clean losses of
+a batch, then its queries.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ from flops.estimators.parameter_noise import ParameterNoise
 from flops.estimators.variance import ENERGY_STEPS
 
 SCHEMA = 2
-AT_ONCE = 1 << 25  # noise values of one candidates, 128 MB
+AT_ONCE = 1 << 25  # noise values per round, 128 MB
 NAME = "parameters"
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Tuner(AskTell):
-    """Minimises the mean loss over points of which nothing but losses is known.
+    """Minimises the mean loss over points, given only losses.
 
     Args:
         start: Parameters to start from, shape (d,).
-        points: How many points there are; candidates name them by 0, ..., points - 1.
-        objective: ``losses = objective(parameters, points)``; None for `ask` and `tell` alone.
+        points: Number of points; candidates refer to them as 0, ..., points - 1.
+        objective: ``losses = objective(parameters, points)``; None to use `ask` and `tell` only.
         estimator: `LikelihoodRatio`, `ES` or `SPSA`, with `shaping=Shaping()` for shaped noise.
-        queries: Mean queries per point of a batch; the clean losses come on top.
-        allocator: How a batch's queries are spread over its points.
-        batch: Points of a step.
-        learning_rate: Of Adam.
-        optimizer: Makes another optimizer from a list of parameters.
+        queries: Mean queries per point of a batch, not counting the clean losses.
+        allocator: Distributes the queries of a batch over its points.
+        batch: Points per step.
+        learning_rate: Learning rate of Adam.
+        optimizer: Factory of another optimizer, called with a list of parameters.
         parts: Name and shape of each part of the vector, such as
             ``{"text": (12, 500), "image": (10, 500)}``: shaped noise learns positions and channels
             of each. One flat part if None.
-        outputs: Of an objective that returns more than losses: shaped noise then remembers,
-            from step to step, how the outputs of every point follow the parameters.
-        embeddings: What the Gaussian allocator compares points by, shape (points, E).
-        seed: Key of the noise and of the order of points.
+        outputs: For an objective that returns more than losses: shaped noise then estimates the
+            Jacobian of every point's outputs from the queries of all steps.
+        embeddings: Of the points, for the kernel of the Gaussian allocator, shape (points, E).
+        seed: Seeds the noise and the order of points.
 
     Attributes:
-        parameters: As they are now, shape (d,).
+        parameters: Current parameters, shape (d,).
         steps: Steps taken.
-        asked: Rows evaluated so far, clean ones included.
-        report: Of the last step.
+        asked: Rows evaluated so far, including clean ones.
+        report: Report of the last step.
 
-    The mean of the estimate is the gradient of the loss smoothed by the noise; with ``outputs`` the
-    outputs are smoothed, not the loss. Every row that is asked is counted.
+    The expectation of the estimate is the gradient of the loss smoothed by the noise; with
+    ``outputs`` the outputs are smoothed, not the loss. Every evaluated row is counted.
 
     Raises:
-        FlopsError: If the arguments do not fit together.
+        FlopsError: If the arguments are inconsistent.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Tuner(AskTell):
             raise FlopsError(f"start must be a vector of floats, not of shape {tuple(start.shape)}")
         self._order = Order(points, batch, seed)
         if embeddings is not None and len(embeddings) != points:
-            raise FlopsError(f"need an embedding of each of the {points} points")
+            raise FlopsError(f"embeddings must have one row for each of the {points} points")
         shapes = parts or {NAME: tuple(start.shape)}
         if sum(torch.Size(shape).numel() for shape in shapes.values()) != len(start):
             raise FlopsError(f"the parts {shapes} do not add up to {len(start)} parameters")
@@ -126,12 +126,12 @@ class Tuner(AskTell):
 
     @property
     def parameters(self) -> Tensor:
-        """As they are now, shape (d,)."""
+        """Current parameters, shape (d,)."""
         return self._vector.flat
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in which every point comes once; the last may be short."""
+        """Batches per epoch; the last may be short."""
         return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
@@ -140,7 +140,7 @@ class Tuner(AskTell):
         return size * self.group.estimator.reads_clean + budget_of(self.group, size)
 
     def step(self) -> StepReport:
-        """Evaluate a step's rows with the objective, and take it."""
+        """Take one step, with the objective."""
         before = self.steps
         while self.steps == before:
             self.tell(self.evaluate(self.ask()))
@@ -148,12 +148,12 @@ class Tuner(AskTell):
         return self.report
 
     def run(self, steps: int) -> Iterator[StepReport]:
-        """Take so many steps."""
+        """Take this many steps."""
         for _ in range(steps):
             yield self.step()
 
     def work(self) -> Work[None]:
-        """Steps without end, as candidates."""
+        """An endless sequence of steps."""
         while True:
             yield from self.stepping()
             yield PAUSE
@@ -164,7 +164,7 @@ class Tuner(AskTell):
         size, reads_clean = len(points), self.group.estimator.reads_clean
         clean = torch.full((size, 1), torch.nan)
         if reads_clean:
-            # One vector for all rows: an evaluator prepares it once.
+            # One vector for all rows: an evaluator serializes it once.
             clean = yield Candidates(self.parameters.expand(size, -1), points, "clean")
         losses, key = clean[:, 0], (self.seed, self.steps, 0)
         memory, allocator = dict(self.memory), copy.copy(self.allocator)
@@ -186,7 +186,7 @@ class Tuner(AskTell):
         )
 
         def runner(cost: Cost) -> LocalRunner:
-            # The batch in one: its sum must not depend on how queries are cut.
+            # One chunk for the batch: its sum must not depend on the chunks of queries.
             return self._engine.runner(points, max(self._chunk, size), cost)
 
         binding, nobody = self._engine.binding, Collectives()
@@ -225,9 +225,11 @@ class Tuner(AskTell):
         return self._order.at(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs, between two steps."""
+        """Everything a resumed run needs, taken between two steps."""
         if self.waiting:
-            raise FlopsError("a step is under way: tell its values before taking the state")
+            raise FlopsError(
+                "a step is in progress: tell the pending values before taking the state"
+            )
         return {
             "schema": SCHEMA,
             "theta": self.parameters,
@@ -240,13 +242,13 @@ class Tuner(AskTell):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        """Continue from a `state_dict`.
 
         Raises:
             FlopsError: If the state is of another version or size.
         """
         if state.get("schema") != SCHEMA or state["theta"].shape != self.parameters.shape:
-            raise FlopsError("the state is of another version, or of another number of parameters")
+            raise FlopsError("the state is of another version or has another number of parameters")
         self._vector.load(state["theta"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.allocator.load_state_dict(copy.deepcopy(state["allocator"]))
@@ -259,13 +261,13 @@ class Tuner(AskTell):
 def _on_identity(
     options: LikelihoodRatio | ParameterNoise, outputs: Outputs | None, size: int
 ) -> Estimator:
-    """The estimator on an identity, where noise of a row's own on outputs and parameters is one."""
+    """The estimator on an identity, where per-row noise on parameters is noise on outputs."""
     if not isinstance(options, LikelihoodRatio | ParameterNoise):
-        raise FlopsError(f"a black box is tuned by LikelihoodRatio, ES or SPSA, not by {options!r}")
+        raise FlopsError(f"Tuner supports LikelihoodRatio, ES and SPSA, not {options!r}")
     if isinstance(options, ParameterNoise):
         if options.shared:
             if outputs is not None:
-                raise FlopsError("outputs need draws of each point's own, not shared=True")
+                raise FlopsError("outputs need per-point draws: use shared=False")
             return options
         options = LikelihoodRatio(
             options.sigma, "block", options.used_baseline, options.kind, options.shaping

@@ -1,7 +1,7 @@
 """A tuning run: epochs of steps, validation after each, early stopping, one test evaluation.
 
-All of its evaluations go through ask/tell, and after every step it pauses with a state from which
-it can continue, so that a journal can hold the whole run.
+All evaluations go through ask/tell, and every step ends in a pause with a state from which the run
+can continue, so that a journal can hold the whole run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Stepper(Protocol):
 
     @property
     def parameters(self) -> Tensor:
-        """As they are now."""
+        """Current parameters."""
         ...
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every point comes once."""
+        """Steps per epoch."""
         ...
 
     def step_cost(self) -> int:
@@ -47,11 +47,11 @@ class Stepper(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later steps follow from, between two of them."""
+        """Everything that later steps depend on, taken between two steps."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where it was taken."""
+        """Continue from a `state_dict`."""
         ...
 
 
@@ -66,14 +66,14 @@ class SplitIndices:
 
 @dataclass
 class TuningProgress:
-    """Where a run is.
+    """State of a run after an epoch.
 
     Attributes:
-        epoch: Epochs done.
-        steps: Steps done.
+        epoch: Completed epochs.
+        steps: Completed steps.
         asked: Rows evaluated.
         validation_loss: After the last epoch.
-        validation_accuracy: Likewise, in per cent.
+        validation_accuracy: After the last epoch, in per cent.
     """
 
     epoch: int
@@ -85,16 +85,16 @@ class TuningProgress:
 
 @dataclass
 class Tuning(AskTell):
-    """Tune on the training points, keep what validates best, test that once.
+    """Tune on the training points, keep the best by validation loss, test it once.
 
     Args:
         stepper: Takes the steps; None tests the parameters as they are.
         start: Parameters to start from, shape (d,).
         points: The splits.
-        epochs: At most.
-        patience: Epochs without a better validation loss after which the run stops; 0 never stops.
-        budget: Most rows of the run, validation and test included; None for no limit.
-        embed: Called with the start's logits of the training points, for allocators that compare.
+        epochs: Largest number of epochs.
+        patience: Stop after this many epochs without a better validation loss; 0 never stops.
+        budget: Largest number of rows, validation and test included; None for no limit.
+        embed: Called with the logits of the training points at the start, for allocators.
         notify: Called after each epoch.
 
     Attributes:
@@ -102,7 +102,7 @@ class Tuning(AskTell):
         best: Parameters with the best validation loss.
         stopped: Why it ended: "epochs", "patience" or "budget".
         test_loss: Of the best parameters, NaN before the end.
-        test_accuracy: Likewise, in per cent.
+        test_accuracy: Of the best parameters, in per cent.
     """
 
     stepper: Stepper | None
@@ -124,12 +124,12 @@ class Tuning(AskTell):
     _embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Nothing was evaluated yet."""
+        """Initialise the counters."""
         AskTell.__init__(self)
         self.best = self.start
 
     def work(self) -> Work[None]:
-        """All candidates of the run, from where its state is."""
+        """All candidates of the rest of the run."""
         self._check_budget()
         if self.stepper is not None:
             self.stepper.decide = self.decide
@@ -149,7 +149,7 @@ class Tuning(AskTell):
                     yield PAUSE
                     continue
                 self.stopped = "budget"
-                if not self._taken:  # validated already, and the test is still paid for
+                if not self._taken:  # already validated, and the budget still covers the test
                     break
             self._epoch, self._taken = self._epoch + 1, 0
             loss = yield from self._validate(self._epoch)
@@ -159,14 +159,14 @@ class Tuning(AskTell):
                 self._waited += 1
             if not self.stopped and self.patience and self._waited >= self.patience:
                 self.stopped = "patience"
-            if not self.stopped:  # the last state is one from which a larger budget could continue
+            if not self.stopped:  # so that a larger budget can continue from the last state
                 yield PAUSE
         self.stopped = self.stopped or "epochs"
         seen = yield self._all(self.best, self.points.test, "test")
         self.test_loss, self.test_accuracy = _mean(seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run follows from, at a pause."""
+        """Everything that the rest of the run depends on, taken at a pause."""
         return {
             "schema": SCHEMA,
             "epoch": self._epoch,
@@ -181,7 +181,7 @@ class Tuning(AskTell):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        """Continue from a `state_dict`.
 
         Raises:
             FlopsError: If the state is of another version.
@@ -203,17 +203,17 @@ class Tuning(AskTell):
             self.notify(self.history[-1])
 
     def _check_budget(self) -> None:
-        """Refuse before anything is evaluated, instead of running out before the test."""
+        """Raise before anything is evaluated if the budget does not reach the test."""
         least = len(self.points.validation) + len(self.points.test)
         least += 0 if self.embed is None else len(self.points.train)
         if self.budget is not None and self.budget < least:
             raise BudgetError(
-                f"the budget of {self.budget:,} queries does not pay for evaluating the validation "
-                f"and test points once, which takes {least:,}"
+                f"the budget of {self.budget:,} queries does not cover one evaluation of the "
+                f"validation and test points, which takes {least:,}"
             )
 
     def _affords(self, step: int) -> bool:
-        """Whether a step, validation after it and the test can be paid for."""
+        """Whether the budget covers a step, its validation and the test."""
         if self.budget is None:
             return True
         reserve = len(self.points.validation) + len(self.points.test)
@@ -224,7 +224,7 @@ class Tuning(AskTell):
         seen = yield self._all(now, self.points.validation, "validation")
         loss, accuracy = _mean(seen)
         steps = 0 if self.stepper is None else self.stepper.steps
-        # These rows are counted when their values are told, which is now.
+        # These rows are already counted in `asked`.
         self.history.append(TuningProgress(epoch, steps, self.asked, loss, accuracy))
         if self.notify is not None:
             self.notify(self.history[-1])
@@ -235,6 +235,6 @@ class Tuning(AskTell):
 
 
 def _mean(seen: Tensor) -> tuple[float, float]:
-    """Mean loss, and hits in per cent (NaN for an objective that does not say)."""
+    """Mean loss, and accuracy in per cent (NaN if the objective does not return it)."""
     hits = seen[:, 1] if seen.size(1) > 1 else torch.full((1,), torch.nan)
     return float(seen[:, 0].double().mean()), 100 * float(hits.double().mean())

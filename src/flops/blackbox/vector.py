@@ -1,8 +1,8 @@
-"""The parameters of a black box as a model: an identity, whose rows somebody else evaluates.
+"""The parameters of a black box as a model: an identity whose output rows are the candidates.
 
-Every row has the parameters for itself, so noise on the outputs of an identity is noise on the
-parameters, and its local product is the gradient. Estimators need no second version for black
-boxes: the engine perturbs this model, and the rows that come out of it are the candidates.
+Every row has its own copy of the parameters, so noise on the outputs of an identity is noise on the
+parameters, and its local VJP is the gradient. The estimators of the engine apply unchanged: the
+engine perturbs this model, and an objective evaluates the rows that come out of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flops.passes.replay import Passes
 
 
 class Part(nn.Module):
-    """A part of the vector, the same for all rows."""
+    """A part of the vector, expanded to all rows."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class Part(nn.Module):
 
 
 class Vector(nn.Module):
-    """A vector of parameters, in parts with shapes of their own.
+    """A vector of parameters, in named parts.
 
     Args:
-        start: Its values, shape (d,).
+        start: Initial values, shape (d,).
         shapes: Shape of each part by name.
     """
 
@@ -64,7 +64,7 @@ class Vector(nn.Module):
         return torch.cat([p.detach().flatten() for p in self.parameters()])
 
     def load(self, values: Tensor) -> None:
-        """Take other values, shape (d,)."""
+        """Set the parameters, shape (d,)."""
         with torch.no_grad():
             sizes = [p.numel() for p in self.parameters()]
             for parameter, part in zip(self.parameters(), values.split(sizes), strict=True):
@@ -81,7 +81,7 @@ class VectorEngine:
 
     Args:
         vector: The parameters.
-        estimator: How their gradient is estimated.
+        estimator: Estimates their gradient.
         queries: Mean queries per point.
         name: Of the group of all parameters.
     """
@@ -100,7 +100,7 @@ class VectorEngine:
     def _batch(self, points: Tensor) -> Batch:
         def losses(outputs: Tensor, targets: None) -> Tensor:
             self._seen = outputs
-            return outputs.sum(1)  # the true losses are asked for
+            return outputs.sum(1)  # the objective evaluates the true losses
 
         return Batch(points, None, losses)
 
@@ -111,7 +111,7 @@ class VectorEngine:
         return LocalRunner(passes, {}, len(points), chunk, Collectives(), cost)
 
     def rows(self, query: Query, shared: bool) -> Tensor:
-        """Parameters of the rows of a query, shape (rows, d); in one memory if they are equal."""
+        """Parameters of the rows of a query, shape (rows, d); they share memory if equal."""
         runner, rows = query.step.runner, query.rows
         assert isinstance(runner, LocalRunner)
         some = rows.part(0, 1) if shared else rows

@@ -1,15 +1,15 @@
-"""Prompt tuning: a few numbers that become prompt vectors of a frozen CLIP (the paper's 5.2).
+"""Prompt tuning: a low-dimensional parametrisation of CLIP's prompt vectors (the paper's 5.2).
 
     p = z W,   z_T of shape (m_T, d_T), z_I of shape (m_I, d_I)
 
-W are frozen Gaussian projections, one for each modality, with entries of variance s^2/d, so that
-z ~ N(0, 1) makes prompts as large as the vectors they stand among: s is .02 for texts (CLIP's own
-for new tokens) and .3 for images. Tuning starts from z ~ N(0, .3^2). (From z = 0 image prompts
-would be equal, and at the point where LayerNorm has no derivative.) With ``single`` there is one
-vector for each modality, d_T + d_I numbers in all, and W makes all of its prompt vectors at once.
+W are frozen Gaussian projections, one per modality, with entries of variance s^2/d, so that
+z ~ N(0, 1) gives prompts on the scale of the embeddings around them: s is .02 for texts (CLIP's
+initialisation of tokens) and .3 for images. Tuning starts from z ~ N(0, .3^2). (At z = 0 all image
+prompts are equal, and LayerNorm is not differentiable there.) With ``single`` there is one vector
+per modality, d_T + d_I parameters in total, and W maps it to all prompt vectors at once.
 
-An objective turns z into prompts and requests logits; the loss is the cross-entropy of the right
-class, whose label stays with the client.
+An objective maps z to prompts and requests logits; the loss is the cross-entropy, computed by the
+client, which keeps the labels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flops.blackbox.journal import Evaluation, Request
+from flops.blackbox.journal import Request, Response
 from flops.blackbox.objective import Candidates
 from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError
@@ -32,12 +32,12 @@ from flops.serve.client import KeyedScoreRequest, ServiceClient
 from flops.tasks.models.clip import PromptedClip
 
 EMBED = "embed"  # kind of candidates whose columns include the logits
-STEPS = ("clean", "query")  # kinds whose columns include them where logits are read
+STEPS = ("clean", "query")  # kinds whose columns include the logits if `shown`
 
 
 @dataclass(frozen=True)
 class PromptSpace:
-    """Where prompts are tuned.
+    """Parametrisation of the prompts.
 
     Args:
         text_width: Width of a text prompt vector.
@@ -46,11 +46,11 @@ class PromptSpace:
         image_tokens: Image prompt vectors m_I.
         text_dimensions: d_T.
         image_dimensions: d_I.
-        single: One z for each modality instead of one for each prompt vector.
+        single: One z per modality instead of one per prompt vector.
         text_scale: s of the text prompts.
         image_scale: s of the image prompts.
-        spread: Standard deviation of the numbers at the start.
-        seed: Key of the projections and the start.
+        spread: Standard deviation of the initial z.
+        seed: Seeds the projections and the initial z.
     """
 
     text_width: int
@@ -84,7 +84,7 @@ class PromptSpace:
 
     @property
     def size(self) -> int:
-        """Numbers that are tuned."""
+        """Number of parameters."""
         return sum(rows * columns for rows, columns in self.parts.values())
 
     @cached_property
@@ -101,7 +101,7 @@ class PromptSpace:
         return found
 
     def start(self) -> Tensor:
-        """Where tuning starts, shape (size,)."""
+        """Initial parameters, shape (size,)."""
         return torch.randn(self.size, generator=generator(self.seed, 18)) * self.spread
 
     def prompts(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,9 +123,9 @@ class PromptSpace:
 
 
 def prompts_of(space: PromptSpace, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct text and image prompts of rows, and which of them each row has.
+    """Distinct text and image prompts of rows, and the index of each row's prompt.
 
-    The same vector for all rows (a clean pass, a shared draw) is one prompt: it travels once, and
+    A vector that all rows share (a clean pass, a shared draw) is one prompt: it is sent once, and
     the class texts are encoded once.
     """
     shared = len(parameters) > 1 and parameters.stride(0) == 0
@@ -135,7 +135,7 @@ def prompts_of(space: PromptSpace, parameters: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def columns(logits: Tensor, labels: Tensor, kind: str, shown: bool = False) -> Tensor:
-    """Loss and whether the class was found; the logits as well for embeddings, or if shown."""
+    """Loss and correctness; with the logits for embeddings, or if ``shown``."""
     losses = F.cross_entropy(logits, labels, reduction="none")
     found = [losses, (logits.argmax(1) == labels).float()]
     whole = torch.stack(found, 1)
@@ -144,7 +144,7 @@ def columns(logits: Tensor, labels: Tensor, kind: str, shown: bool = False) -> T
 
 
 def outputs_of(labels: Tensor) -> Outputs:
-    """Logits in such columns, less their mean, which changes no loss."""
+    """Centred logits in such columns; centring does not change the loss."""
 
     def centred(columns: Tensor) -> Tensor:
         logits = columns[:, 2:]
@@ -158,33 +158,33 @@ def outputs_of(labels: Tensor) -> Outputs:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Points at a service, in sets of ``size`` but for the last."""
+    """Points uploaded to a service, in sets of ``size`` (the last may be smaller)."""
 
     names: tuple[str, ...]
     size: int
 
 
 def upload(client: ServiceClient, pixels: Tensor, limits: Mapping[str, Any]) -> Uploaded:
-    """Upload points, in as many sets as the service's limits ask for."""
-    room = int(limits["upload_bytes"]) - 4096  # a little goes for names and shapes
+    """Upload points, in sets within the service's limits."""
+    room = int(limits["upload_bytes"]) - 4096  # room for names and shapes
     size = min(room // max(1, pixels[0].numel()), int(limits["points"]), len(pixels))
     if size < 1:
         raise FlopsError(
-            f"the service takes uploads of {limits['upload_bytes']:,} bytes, less than one image"
+            f"the service accepts uploads of {limits['upload_bytes']:,} bytes, less than one image"
         )
     return Uploaded(tuple(client.upload(part) for part in pixels.split(size)), size)
 
 
 @dataclass(frozen=True, eq=False)
 class ServiceObjective:
-    """Evaluates by a service; every request under its idempotency key.
+    """Evaluates candidates with a service; every request has an idempotency key.
 
     Attributes:
-        client: Of the service.
+        client: Client of the service.
         points: The uploaded points.
-        labels: Class of each of them, shape (N,).
-        space: How z becomes prompts.
-        shown: Whether the columns of steps include the logits, which the service sends anyway.
+        labels: Their classes, shape (N,).
+        space: Maps z to prompts.
+        shown: Whether the columns of steps include the logits, which the service always returns.
     """
 
     client: ServiceClient
@@ -194,13 +194,13 @@ class ServiceObjective:
     shown: bool = False
 
     def prepare(self, candidates: Candidates, key: str) -> list[Request]:
-        """Requests of candidates, one for each set of points that they have rows of."""
+        """Serialize candidates: one request for each set of points among their rows."""
         text, image, of = prompts_of(self.space, candidates.parameters)
         found = []
         for number, at in self._sets(candidates):
             rows = candidates.points[at] - number * self.points.size
             one = key if len(at) == len(candidates) else f"{key}-{number}"
-            # Only the prompts of these rows: a prompt that no row has would be paid for.
+            # Only the prompts of these rows: an unused prompt would be charged.
             used, place = of[at].unique(return_inverse=True)
             request = KeyedScoreRequest(
                 self.points.names[number], rows, text[used], place, image[used], place, one
@@ -208,8 +208,8 @@ class ServiceObjective:
             found.append(Request(one, request.body()))
         return found
 
-    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Evaluation:
-        """Losses, hits and costs of requests, sent as they are."""
+    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Response:
+        """Send serialized requests; return losses, correctness and cost."""
         logits: Tensor | None = None
         cost = {"texts": 0, "images": 0, "replays": 0}
         for (_, at), request in zip(self._sets(candidates), requests, strict=True):
@@ -222,14 +222,14 @@ class ServiceObjective:
             cost["replays"] += int(scores.replayed)
         assert logits is not None
         labels = self.labels[candidates.points]
-        return Evaluation(columns(logits, labels, candidates.kind, self.shown), cost)
+        return Response(columns(logits, labels, candidates.kind, self.shown), cost)
 
-    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
+    def evaluate(self, candidates: Candidates, key: str) -> Response:
         """Prepare and send."""
         return self.send(candidates, self.prepare(candidates, key))
 
     def _sets(self, candidates: Candidates) -> list[tuple[int, Tensor]]:
-        """Sets of uploaded points, and the rows that belong to each."""
+        """Sets of uploaded points and the rows of each."""
         sets = candidates.points // self.points.size
         return [(n, torch.nonzero(sets == n).flatten()) for n in sets.unique().tolist()]
 
@@ -249,7 +249,7 @@ class _StoredRequest(KeyedScoreRequest):
 
 @dataclass(frozen=True, eq=False)
 class LocalObjective:
-    """The same on a model in this process; for backpropagation, which needs one, and for tests."""
+    """The same objective on a local model, for backpropagation and tests."""
 
     model: PromptedClip
     images: Tensor  # (N, channels, S, S)
@@ -259,19 +259,19 @@ class LocalObjective:
     shown: bool = False
 
     def logits(self, parameters: Tensor, points: Tensor) -> Tensor:
-        """Differentiable in the parameters."""
+        """Logits of rows, differentiable in the parameters."""
         text, image, of = prompts_of(self.space, parameters)
         features = self.model.text_features(text)
         seen = self.model.image_features(self.images[points], image[of])
         return self.model.logits(seen, features[of])
 
     def losses(self, parameters: Tensor, points: Tensor) -> Tensor:
-        """Of the points, differentiable, shape (Q,)."""
+        """Losses of rows, differentiable, shape (Q,)."""
         logits = self.logits(parameters, points)
         return F.cross_entropy(logits, self.labels[points], reduction="none")
 
-    def evaluate(self, candidates: Candidates, key: str) -> Evaluation:
-        """Losses, hits and costs, in pieces."""
+    def evaluate(self, candidates: Candidates, key: str) -> Response:
+        """Losses, correctness and cost, computed in chunks."""
         found, texts = [], 0
         with torch.no_grad():
             for begin in range(0, len(candidates), self.rows):
@@ -280,4 +280,4 @@ class LocalObjective:
                 found.append(columns(logits, self.labels[part.points], part.kind, self.shown))
                 shared = len(part) > 1 and part.parameters.stride(0) == 0
                 texts += (1 if shared else len(part)) * len(self.model.classes)
-        return Evaluation(torch.cat(found).clone(), {"texts": texts, "images": len(candidates)})
+        return Response(torch.cat(found).clone(), {"texts": texts, "images": len(candidates)})
