@@ -31,9 +31,9 @@ def test_forward_methods_reduce_the_loss_almost_as_backpropagation_does(tmp_path
     assert found["ops-lr"]["of bp's reduction"] >= 0.80
     for method in ("shaped-lr", "ops-lr"):
         assert found[method]["loss"] < found["ops-spsa"]["loss"]
-        assert found[method]["right captions"] > 0.6
+        assert found[method]["caption accuracy"] > 0.6
     for method in align.CONTROLS:
-        assert found[f"{method}, shuffled"]["right captions"] < 2.5 * CHANCE
+        assert found[f"{method}, shuffled"]["caption accuracy"] < 2.5 * CHANCE
     assert (tmp_path / "align.png").is_file()
 
 

@@ -362,13 +362,13 @@ def gzipped(*values):
         (b"plain text", "not a complete gzip file"),
         (gzipped(*[7] * 1000)[:-9], "not a complete gzip file"),
         (gzipped(*range(200))[:10] + b"\xff" * 50, "not a complete gzip file"),
-        (gzipped(), "not an idx file"),
-        (gzipped(0, 0, 8), "not an idx file"),
-        (gzipped(0, 0, 8, 0), "not an idx file"),
-        (gzipped(0, 0, 13, 1, 0, 0, 0, 1, 5), "not an idx file"),  # type 13: floats
-        (gzipped(0, 0, 8, 3, 0, 0), "not an idx file"),  # ends inside the sizes
-        (gzipped(0, 0, 8, 1, 0, 0, 0, 3, 1, 2), "not a whole one"),
-        (gzipped(0, 0, 8, 1, 0, 0, 0, 1, 1, 2), "not a whole one"),
+        (gzipped(), "not a complete idx file"),
+        (gzipped(0, 0, 8), "not a complete idx file"),
+        (gzipped(0, 0, 8, 0), "not a complete idx file"),
+        (gzipped(0, 0, 13, 1, 0, 0, 0, 1, 5), "not a complete idx file"),  # type 13: floats
+        (gzipped(0, 0, 8, 3, 0, 0), "not a complete idx file"),  # ends inside the sizes
+        (gzipped(0, 0, 8, 1, 0, 0, 0, 3, 1, 2), "not a complete idx file"),
+        (gzipped(0, 0, 8, 1, 0, 0, 0, 1, 1, 2), "not a complete idx file"),
     ],
     ids=range(10),
 )

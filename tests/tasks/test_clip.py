@@ -272,7 +272,9 @@ def test_what_is_no_clip_is_refused(tmp_path: Path, folder: Path) -> None:
     import flops.tasks
 
     vit = Path(flops.tasks.__file__).parent / "assets" / "tiny-vit"
-    with pytest.raises(ClipError, match=r"holds a vit model, no CLIP: give 'tiny-clip', the path"):
+    with pytest.raises(
+        ClipError, match=r"holds a vit model, not a CLIP: give 'tiny-clip', the path"
+    ):
         PromptedClip.load(vit, ANIMALS)
     with pytest.raises(FileNotFoundError, match=r"no model in .*give 'tiny-clip'"):
         PromptedClip.load(tmp_path, ANIMALS)

@@ -219,7 +219,7 @@ def test_broken_images_are_left_out_and_counted(tmp_path):
     make_folder(tmp_path / "train", {"a": 10, "b": 10})
     before = load(str(tmp_path), GREY)
     break_some(tmp_path / "train")
-    with pytest.warns(UserWarning, match=r"left out 3 of 20 images .*first: .*\.png") as caught:
+    with pytest.warns(UserWarning, match=r"skipped 3 of 20 images .*first: .*\.png") as caught:
         data = load(str(tmp_path), GREY)
     assert len(caught) == 1
     assert data.skipped == 3
@@ -245,7 +245,7 @@ def test_a_large_set_keeps_its_rows_when_an_image_breaks(tmp_path):
     data = load(str(tmp_path), GREY, memory=0)
     assert shades(data.train) == list(range(20))
     break_some(tmp_path / "train")  # while training
-    with pytest.warns(UserWarning, match=r"a.001\.png .*stands in") as caught:
+    with pytest.warns(UserWarning, match=r"a.001\.png .*replaced by another image") as caught:
         found = shades(data.train)
     assert len(caught) == 1
     assert found == [0, 3, 3, 3, 5, *range(5, 20)]
@@ -255,11 +255,11 @@ def test_a_large_set_keeps_its_rows_when_an_image_breaks(tmp_path):
         assert shades(data.train) == found
     assert data.train.stand_ins == {1: 3, 2: 3, 4: 5}
     (tmp_path / "val" / "a" / "000.png").unlink()
-    with pytest.warns(UserWarning, match="stands in"):
+    with pytest.warns(UserWarning, match="replaced by another image"):
         assert shades(data.validation) == [51, 51]  # the only other one
     last = load(str(tmp_path), GREY, memory=0).train
     (tmp_path / "train" / "a" / "009.png").write_bytes(b"")
-    with pytest.warns(UserWarning, match="stands in"):
+    with pytest.warns(UserWarning, match="replaced by another image"):
         assert last.batch(torch.tensor([9]))[0].mul(255).round()[0, 0, 0, 0] == 0  # around the end
 
 
@@ -282,7 +282,7 @@ def test_a_class_without_training_points_is_noted(tmp_path):
     make_folder(tmp_path / "val", {"a": 1})
     make_folder(tmp_path / "test", {"a": 1})
     (tmp_path / "train" / "b" / "000.png").write_bytes(b"")
-    with pytest.warns(UserWarning, match="left out 1 of 11"):
+    with pytest.warns(UserWarning, match="skipped 1 of 11"):
         data = load(str(tmp_path), GREY)
     assert data.notes == ("1 of 2 classes have no training points",)
 
@@ -449,7 +449,7 @@ def test_broken_images_in_a_data_set(tmp_path):
     cells[7] = None
     columns = {"image": cells, "label": [i % 2 for i in range(20)]}
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
-    with pytest.warns(UserWarning, match="left out 3 of 20 images"):
+    with pytest.warns(UserWarning, match="skipped 3 of 20 images"):
         data = load(str(tmp_path / "set"), GREY)
     assert data.skipped == 3
     seen = [shade for split in SPLITS for shade in shades(getattr(data, split))]
@@ -478,7 +478,7 @@ def grocery_like(tmp_path, **more):
 def test_bytes_text_labels_and_a_column_of_splits(tmp_path):
     folder = grocery_like(tmp_path)
     with pytest.raises(
-        ValueError, match=r"which column holds the labels\? none fits.*label_column"
+        ValueError, match=r"cannot detect the label column: none fits.*label_column"
     ):
         load(str(folder), GREY)
     data = load(str(folder), GREY, label_column="fine")
@@ -495,7 +495,7 @@ def test_bytes_text_labels_and_a_column_of_splits(tmp_path):
 
 def test_options_that_do_not_fit_the_data_set(tmp_path):
     folder = str(grocery_like(tmp_path, extra=[b"x"] * 24, none=[None, *["a"] * 23]))
-    with pytest.raises(ValueError, match=r"2 could be it \(image_data, extra\)"):
+    with pytest.raises(ValueError, match=r"2 candidates \(image_data, extra\)"):
         load(folder, GREY, label_column="fine")
     with pytest.raises(ValueError, match="no label column 'nope'; the columns are dataset, coarse"):
         load(folder, GREY, label_column="nope")
@@ -564,7 +564,7 @@ def test_labels_out_of_range(tmp_path):
 def test_parquet_files_whose_split_is_unclear_or_that_are_none(tmp_path):
     for name in ("train", "more"):
         table(6).to_parquet(tmp_path / f"{name}.parquet")
-    with pytest.raises(ValueError, match=r"say no split, as others do: more\.parquet"):
+    with pytest.raises(ValueError, match=r"have a split and others do not: more\.parquet"):
         load(str(tmp_path), GREY)
     (tmp_path / "more.parquet").write_text("nothing")
     with pytest.raises(ValueError, match="cannot read the data set in"):
@@ -653,7 +653,7 @@ def test_unknown_names_say_what_is_allowed(name):
 def test_options_that_mean_nothing_are_refused(tmp_path):
     make_folder(tmp_path, {"a": 10})
     for data in ("digits", str(tmp_path)):
-        with pytest.raises(ValueError, match="are for Hugging Face datasets"):
+        with pytest.raises(ValueError, match="are for Hugging Face data sets"):
             load(data, label_column="label")
     for wrong in ({"limit": 0}, {"validation_share": 0.0}, {"test_share": 0.95}):
         with pytest.raises(ValueError, match="shares must be positive"):

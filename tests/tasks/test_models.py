@@ -235,9 +235,9 @@ def test_relatives_of_vit_work(tmp_path, kind):
 
 def test_other_models_are_refused(tmp_path):
     config = transformers.ConvNextV2Config(hidden_sizes=[4, 4, 4, 4], depths=[1, 1, 1, 1])
-    with pytest.raises(ValueError, match=r"is no vision transformer .*no layers"):
+    with pytest.raises(ValueError, match=r"is not a vision transformer .*no layers"):
         parts(transformers.ConvNextV2ForImageClassification(config))
-    with pytest.raises(ValueError, match=r"a Linear is no vision transformer .*no embeddings"):
+    with pytest.raises(ValueError, match=r"a Linear is not a vision transformer .*no embeddings"):
         parts(nn.Linear(2, 2))
     config = transformers.ResNetConfig(hidden_sizes=[4, 4], depths=[1, 1], embedding_size=4)
     transformers.ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")

@@ -108,9 +108,9 @@ def test_classes_of_other_data_make_captions() -> None:
     [
         ("{", "is not JSON"),
         ("{}", "must hold a list of pairs, not a dict"),
-        ('[{"image": "a.png"}]', "entry 0 of .* is no pair"),
-        ('[{"image": "a.png", "conversations": []}]', "entry 0 of .* is no pair"),
-        ("[]", "has 0 pairs: 10 are needed"),
+        ('[{"image": "a.png"}]', "entry 0 of .* is not a pair"),
+        ('[{"image": "a.png", "conversations": []}]', "entry 0 of .* is not a pair"),
+        ("[]", "has 0 pairs: at least 10 are needed"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, content: str, message: str) -> None:
@@ -132,7 +132,7 @@ def test_broken_images_are_left_out_or_refused(tmp_path: Path) -> None:
     path = llava(tmp_path)
     (tmp_path / "pictures" / "00" / "7.png").write_bytes(b"no image")
     config = AlignConfig(data=str(path), pictures=str(tmp_path / "pictures"))
-    with pytest.warns(UserWarning, match="left out 1 images"):
+    with pytest.warns(UserWarning, match="skipped 1 images"):
         task = open_task(config, torch.device("cpu"))
     data = task.data
     texts = [t for s in (data.train, data.validation, data.test) for t in s.pairs.captions]

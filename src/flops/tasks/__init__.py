@@ -1,1 +1,1 @@
-"""Applications: the model, the data and the measure of success of each."""
+"""Applications: models, data and metrics of each."""

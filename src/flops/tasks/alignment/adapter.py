@@ -1,10 +1,10 @@
-"""Alignment: a linear adapter that lets a frozen language model see what a frozen encoder saw.
+"""Alignment: a linear adapter from a frozen image encoder to a frozen language model.
 
     loss_j = -(1/T_j) sum_t log p(c_jt | instruction, W f_j + b, c_j1 .. c_j,t-1)
 
-with the visual feature f_j of an image (computed once), the caption's tokens c_j, and as only
-trainable parameters W and b. The paper's section 5.3. Likelihood ratio puts its noise on the
-adapter's output, one token of low dimension; the language model behind it is a black box.
+with the visual feature f_j of an image (computed once) and the caption's tokens c_j; only W and b
+are trained. The paper's section 5.3. Likelihood ratio perturbs the adapter's output, one token of
+low dimension; the language model after it is a black box.
 
 The instruction's keys and values are the same for all rows and passes, so they are computed once.
 """
@@ -25,9 +25,9 @@ class AlignmentModel(nn.Module):
 
     Args:
         language: A causal language model of transformers; it is frozen, in evaluation mode.
-        width: Channels of a visual feature.
-        instruction: Tokens that stand before the visual ones, (P,); may be empty.
-        tokens: Visual tokens of an image.
+        width: Size of a visual feature.
+        instruction: Tokens before the visual ones, (P,); may be empty.
+        tokens: Visual tokens per image.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AlignmentModel(nn.Module):
         self.language: Any = language.eval()
         self.language.requires_grad_(False)
         size = self.words.weight.size(1)
-        # skip_init: the layer's own draw would move the global random state
+        # skip_init: the layer's initialisation would advance the global random state
         self.adapter = nn.utils.skip_init(nn.Linear, width, tokens * size)
         self.tokens = tokens
         self._depth = 0
@@ -46,12 +46,12 @@ class AlignmentModel(nn.Module):
 
     @property
     def words(self) -> nn.Embedding:
-        """The language model's own embeddings of words."""
+        """The language model's input embeddings."""
         found: nn.Embedding = self.language.get_input_embeddings()
         return found
 
     def _cache_instruction(self, instruction: Tensor) -> None:
-        """Keep keys and values of the instruction, as buffers, so that they move with the model."""
+        """Store keys and values of the instruction as buffers, so that they move with the model."""
         with torch.no_grad():
             past = self.language(instruction[None], use_cache=True).past_key_values
         for depth, layer in enumerate(past.layers):
@@ -60,9 +60,9 @@ class AlignmentModel(nn.Module):
         self._depth = len(past.layers)
 
     def _past(self, rows: int) -> Any:
-        """The instruction for these rows: a cache of its own, for a pass adds to what it is given.
+        """Key-value cache of the instruction, expanded to the rows; None without an instruction.
 
-        None without an instruction.
+        A new one for each pass, which extends it.
         """
         if not self._depth:
             return None
@@ -73,11 +73,11 @@ class AlignmentModel(nn.Module):
         return cache
 
     def reset_adapter(self, features: Tensor, seed: int) -> None:
-        """Draw a fresh adapter whose visual tokens are as long as the model's words, on average.
+        """Initialise the adapter so that visual tokens have the mean norm of the input embeddings.
 
         Args:
             features: Some visual features, (N, width).
-            seed: Of the draw; the global random state is left untouched.
+            seed: Seed of the initialisation; the global random state is left untouched.
         """
         source = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -101,9 +101,9 @@ class AlignmentModel(nn.Module):
         return (losses.view_as(mask) * mask).sum(1) / mask.sum(1)
 
     def logits(self, features: Tensor, captions: Tensor) -> Tensor:
-        """Logits of what follows the visual tokens, and each token of the captions, (B, 1 + T, V).
+        """Next-token logits after the visual tokens and after each caption token, (B, 1 + T, V).
 
-        Captions are padded at the end, where no earlier token attends to: no mask is needed.
+        Captions are padded at the end and attention is causal, so no mask is needed.
         """
         visual = self.adapter(features).unflatten(1, (self.tokens, -1))  # (B, tokens, E)
         inputs = torch.cat([visual.to(self.words.weight.dtype), self.words(captions)], 1)
@@ -117,7 +117,7 @@ class AlignmentModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, features: Tensor, end: int, most: int = 16) -> Tensor:
-        """The likeliest token, again and again, until all have said the end, (B, <= most)."""
+        """Greedy decoding until every row has reached the end token, (B, <= most)."""
         said = torch.empty(len(features), 0, dtype=torch.long, device=features.device)
         over = torch.zeros(len(features), dtype=torch.bool, device=features.device)
         for _ in range(most):
@@ -130,5 +130,5 @@ class AlignmentModel(nn.Module):
 
 
 def identity_loss(outputs: Tensor, targets: object) -> Tensor:
-    """The model's outputs are its losses already."""
+    """Identity: the model returns its losses."""
     return outputs

@@ -41,14 +41,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class AlignConfig(RunConfig):
-    """Everything that decides what a run of `flops align` does.
+    """All options of a run of `flops align`.
 
     Raises:
         ConfigError: If a name is unknown or a value is not allowed.
     """
 
     method: AlignMethod = "shaped-lr"
-    """How gradients are estimated; bp is backpropagation, for comparison."""
+    """Gradient estimator; bp is backpropagation, for comparison."""
     queries: PositiveFloat = 60.0
     """Mean queries per point."""
     sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = (1e-3,)
@@ -56,37 +56,37 @@ class AlignConfig(RunConfig):
     epochs: PositiveInt | None = 12
     """Epochs; None for no limit but the budget."""
     learning_rate: PositiveFloat = 1e-3
-    """Of the optimizer."""
+    """Learning rate of the optimizer."""
     schedule: Literal["constant", "cosine"] = "cosine"
-    """Whether the learning rate stays, or falls to 0 as a cosine over the run."""
+    """Learning rate schedule: constant, or cosine decay to 0 over the run."""
     data: str = "fashion"
     """The embedded images, a LLaVA-format .json file, a folder of images with captions, or classes
     of images as `flops finetune` takes them."""
     limit: PositiveInt | None = None
-    """Most images of each split, for a quick look; None for all."""
+    """Largest number of images per split, for quick runs; None for all."""
     encoder: str = "bundled"
     """The bundled tiny ViT, a vision model id of the hub, or a folder."""
     language: str = "bundled"
     """The bundled tiny Llama, smollm2, a GGUF file, a causal model id of the hub, or a folder."""
     pictures: str | None = None
-    """Folder of the images that a .json file names; None is its own."""
+    """Folder of the images that a .json file refers to; None is the folder of the file."""
     instruction: str = INSTRUCTION
     """Text before the visual tokens; may be empty."""
     ending: str = ""
     """Text that ends a caption; empty for the language model's own end-of-sequence token."""
     visual_tokens: PositiveInt = 1
-    """Visual tokens of an image."""
+    """Visual tokens per image."""
     noise: Kind = "gaussian"
-    """Distribution of likelihood ratio's directions; orthogonal ones of a point are more
-    informative than independent ones."""
+    """Distribution of the noise of likelihood ratio; orthogonal directions have less variance than
+    independent ones."""
     shuffled: bool = False
-    """Control: training images get the captions of others, so that nothing can be learned about
-    them."""
+    """Control: training images get the captions of others, so that images carry no information
+    about them."""
     samples: Annotated[int, Field(ge=0)] = 8
-    """Validation images whose generated captions are in the report."""
+    """Number of validation images with generated captions in the report."""
     strict: bool = False
     """Stop at a missing or broken image, instead of skipping it with a warning."""
 
     def recipe(self) -> Method:
-        """The method with its settings: the adapter is a single stage."""
+        """The method with these options: the adapter is a single stage."""
         return Method(self.method, self.queries, self.sigma, stages=1, noise=self.noise)

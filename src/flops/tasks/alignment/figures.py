@@ -1,4 +1,4 @@
-"""Runs of `flops align` side by side: loss by step and by time, from their metrics.jsonl alone."""
+"""Compares runs of `flops align`: loss by step and by time, from their metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flops.storage.files import replacing
 
 @dataclass(frozen=True)
 class AlignedRun:
-    """What a run came to.
+    """Results of a run.
 
     Attributes:
-        first: Validation loss of the fresh adapter.
-        last: At the end.
-        accuracy: Share of right captions at the end.
-        test: The same on the test split; None if it was not looked at.
+        first: Validation loss of the initial adapter.
+        last: Validation loss at the end.
+        accuracy: Caption accuracy at the end.
+        test: Caption accuracy on the test split; None if it was not evaluated.
         step_seconds: Median time of a step.
-        steps: Of each evaluation; `losses`, `seconds` and `forwards` go with them.
+        steps: Step of each evaluation; `losses`, `seconds` and `forwards` are parallel to it.
     """
 
     first: float
@@ -38,9 +38,9 @@ class AlignedRun:
     forwards: tuple[float, ...]
 
     def to_loss(self, loss: float) -> tuple[float, float] | None:
-        """Seconds and forward equivalents until the validation loss was as low as this.
+        """Seconds and forward equivalents until the validation loss reached this value.
 
-        Between two evaluations the way is taken as straight. None if it never was.
+        Interpolated linearly between evaluations. None if it was never reached.
         """
         pairs = itertools.pairwise(zip(self.losses, self.seconds, self.forwards, strict=True))
         for (above, t0, f0), (below, t1, f1) in pairs:
@@ -79,7 +79,7 @@ def plot_aligned(runs: Mapping[str, Sequence[AlignedRun]], path: Path) -> None:
 
     Args:
         runs: By name, one for each seed.
-        path: Where the picture goes.
+        path: File to write.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -91,9 +91,9 @@ def plot_aligned(runs: Mapping[str, Sequence[AlignedRun]], path: Path) -> None:
             style: dict[str, Any] = {"color": f"C{number}", "linewidth": 1.2, "alpha": 0.8}
             by_step.plot(run.steps, run.losses, label=name if seed == 0 else None, **style)
             by_time.plot(run.seconds[1:], run.losses[1:], **style)
-    by_step.set_ylabel("validation loss of a caption's token")
+    by_step.set_ylabel("validation loss per caption token")
     by_step.set_xlabel("step")
-    by_time.set_xlabel("seconds of training")
+    by_time.set_xlabel("training time, s")
     by_time.set_xscale("log")
     by_step.legend()
     for axis in (by_step, by_time):

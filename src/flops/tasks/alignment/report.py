@@ -1,4 +1,4 @@
-"""The report of a run of `flops align`, from its metrics and what the model says of some images."""
+"""The report of a run of `flops align`: its metrics and some generated captions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flops.training.progress import Evaluation
 
 @dataclass(frozen=True)
 class Sample:
-    """A validation image: its caption, and what is said of it before and after training."""
+    """A validation image: its caption, and those generated before and after training."""
 
     caption: str
     before: str
@@ -25,16 +25,16 @@ class Sample:
 def write_report(
     folder: Path, config: AlignConfig, evaluations: list[Evaluation], samples: list[Sample]
 ) -> None:
-    """Write report.md; writing it again gives the same."""
+    """Write report.md; idempotent."""
     steps, _ = read_metrics(folder / "metrics.jsonl")
     lines = [
         f"# {config.method}: {config.encoder} encoder, {config.language} language model, "
         f"{config.data}",
         "",
-        f"{config.queries:g} queries a point, batches of {config.batch}, seed {config.seed}"
+        f"{config.queries:g} queries per point, batches of {config.batch}, seed {config.seed}"
         + (", **control: training images shuffled**" if config.shuffled else ""),
         "",
-        "| step | caption loss | right caption | seconds | forward equivalents |",
+        "| step | caption loss | caption accuracy | seconds | forward equivalents |",
         "|---|---|---|---|---|",
         *(
             f"| {e.step} | {e.loss:.4f} | {e.accuracy:.1%} | {e.seconds:.1f} "
@@ -42,8 +42,8 @@ def write_report(
             for e in evaluations
         ),
         "",
-        "Caption loss, and share of images whose own caption is the likeliest of those to choose "
-        "from, both on the validation split.",
+        "On the validation split. Caption accuracy: share of images whose own caption is the most "
+        "likely of the choices.",
     ]
     if last := evaluations[-1:]:
         test = last[0].test

@@ -1,4 +1,4 @@
-"""Alignment as the training loop sees it; see `flops.training.task.Task`."""
+"""The task of `flops align`; see `flops.training.task.Task`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from flops.training.methods import engine, estimator
 from flops.training.progress import Evaluation
 from flops.training.task import open_task
 
-SHUFFLE = 0x5FFE  # sets the shuffled images of a control apart from other uses of the seed
-PAD = 8  # free captions are padded to a multiple of so many tokens, so that few lengths occur
-ROWS = 64  # images, or captions, in one pass of an encoder or a measurement
+SHUFFLE = 0x5FFE  # stream of the shuffled images, distinct from other uses of the seed
+PAD = 8  # free captions are padded to a multiple of this, so that few lengths occur
+ROWS = 64  # images or captions per pass of an encoder or evaluation
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A split with what the two models read: features, and tokens of the captions."""
+    """A split, encoded: features and tokens of the captions."""
 
     pairs: PairSplit
     features: Tensor  # (pictures, width)
@@ -54,7 +54,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedData:
-    """Three splits, and what is known about them."""
+    """Three encoded splits and their metadata."""
 
     train: Encoded
     validation: Encoded
@@ -72,7 +72,7 @@ class Alignment:
         device: Where they run.
 
     Raises:
-        FlopsError: If models and data do not fit together, or are not there.
+        FlopsError: If models or data are missing or do not fit together.
     """
 
     def __init__(self, config: AlignConfig, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class Alignment:
         self.format = encoder.format
 
     def _new_model(self) -> AlignmentModel:
-        """A fresh adapter before the language model."""
+        """A new adapter and the language model."""
         config, features = self.config, self.data.train.features
         opening = self.language.prefix_tokens(config.instruction)
         opening = opening.to(next(self.language.model.parameters()).device)
@@ -104,7 +104,7 @@ class Alignment:
         return model.to(self.device).eval()
 
     def _encoded(self, encoder: Encoder) -> EncodedData:
-        """All features, computed once; the training images of a control are shuffled."""
+        """All features, computed once; with `shuffled`, training images are permuted."""
         pairs, encoder_model = self.pairs, encoder.model.to(self.device)
         train, validation, test = (
             self._split(split, encoder) for split in (pairs.train, pairs.validation, pairs.test)
@@ -125,19 +125,19 @@ class Alignment:
                 except BrokenImageError:
                     if self.config.strict:
                         raise
-                    pixels, unreadable = _one_by_one(split, rows)
+                    pixels, unreadable = _decode_each(split, rows)
                     broken |= unreadable
                 features.append(encoder.features(pixels.to(self.device)).float().cpu())
         if broken:
-            warnings.warn(f"left out {len(broken)} images that cannot be read", stacklevel=2)
+            warnings.warn(f"skipped {len(broken)} images that cannot be read", stacklevel=2)
         kept = split.without(broken)
         tokens = {text: torch.tensor(self.language.caption(text)) for text in set(kept.captions)}
-        found = torch.cat(features).clone()  # no inference tensor: backpropagation saves it
+        found = torch.cat(features).clone()  # not an inference tensor: backpropagation saves it
         return Encoded(kept, found, tuple(tokens[text] for text in kept.captions))
 
     @property
     def title(self) -> str:
-        """What is trained on what."""
+        """One line about model and data."""
         config, data = self.config, self.data
         trainable = sum(p.numel() for p in self.model.adapter.parameters())
         control = ", images shuffled" if config.shuffled else ""
@@ -147,7 +147,7 @@ class Alignment:
         )
 
     def engine(self) -> ForwardGradient:
-        """The adapter as one group; noise of likelihood ratio sits on its output."""
+        """The adapter as one group; likelihood ratio perturbs its output."""
         config, method = self.config, self.config.recipe()
         groups = [
             Group(
@@ -164,7 +164,7 @@ class Alignment:
             seed=config.seed,
             chunk=config.chunk,
             groups=groups,
-            # Losses of a language model sit where tanh saturates.
+            # Losses of a language model are where tanh saturates.
             feature="standardised",
             embedding="adapter",
         )
@@ -193,13 +193,13 @@ class Alignment:
 
     @torch.inference_mode()
     def measure(self, split: Encoded, ranks: Collectives) -> tuple[float, float]:
-        """Share of points whose own caption is the likeliest of its choices, and mean loss.
+        """Caption accuracy (own caption is the most likely of the choices) and mean loss.
 
-        Captions of classes are compared by their likelihood, and free ones, whose lengths have
-        nothing to do with the image, by that of a token on average.
+        Captions of classes are compared by total likelihood, and free ones, whose lengths are
+        unrelated to the image, by mean likelihood per token.
         """
         if not len(split):
-            raise FlopsError("there is nothing to evaluate on: the split has no points")
+            raise FlopsError("cannot evaluate on an empty split")
         right, total = 0.0, 0.0
         for rows in torch.arange(len(split)).split(ROWS)[ranks.rank :: ranks.size]:
             total += float(self.model(**self._inputs(split, rows)).double().sum())
@@ -230,7 +230,7 @@ class Alignment:
 
     @cached_property
     def _longest(self) -> int:
-        """Tokens that every caption is padded to where classes make them all but equally long."""
+        """Length that captions of classes, which are of similar length, are padded to."""
         return max(map(len, self.data.train.tokens)) if self.pairs.train.names else 0
 
     @cached_property
@@ -238,39 +238,39 @@ class Alignment:
         return {}
 
     def contents(self) -> Iterator[bytes]:
-        """The captions of all splits, as tokens, and the training features' places."""
+        """Tokens of the captions of all splits, and the image of each training point."""
         for split in (self.data.train, self.data.validation, self.data.test):
             yield torch.cat(split.tokens).numpy().tobytes()
             yield split.pairs.rows.numpy().tobytes()
 
     def pixels(self, rows: Tensor) -> Tensor:
-        """Images of some training points, to be looked at."""
+        """Images of some training points, for display."""
         pairs = self.data.train.pairs
         return self.format.restore(pairs.pictures.batch(pairs.rows[rows])[0])
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
-        """Write the adapter, and a report with what is said of some images before and after."""
+        """Write the adapter and the report."""
         weights = {n: p.detach().cpu() for n, p in self.model.adapter.state_dict().items()}
         with filling(folder / "model", last="adapter.safetensors") as scratch:
             save_file(weights, scratch / "adapter.safetensors")
         write_report(folder, self.config, evaluations, self.samples())
 
     def samples(self) -> list[Sample]:
-        """What is said of the first validation images, by a fresh adapter and by this one."""
+        """Captions of the first validation images, by the initial adapter and by this one."""
         split = self.data.validation
         rows = torch.arange(min(self.config.samples, len(split)))
         if not len(rows):
             return []
         features = split.features[split.pairs.rows[rows]].to(self.device)
         trained = {n: p.detach().clone() for n, p in self.model.adapter.state_dict().items()}
-        after = self._said(features)
+        after = self._captions(features)
         self.model.reset_adapter(self.data.train.features, self.config.seed)
-        before = self._said(features)
+        before = self._captions(features)
         self.model.adapter.load_state_dict(trained)
         captions = [split.pairs.captions[i] for i in rows.tolist()]
         return [Sample(*row) for row in zip(captions, before, after, strict=True)]
 
-    def _said(self, features: Tensor) -> list[str]:
+    def _captions(self, features: Tensor) -> list[str]:
         said = self.model.generate(features, self.language.end)
         return [self.language.text(tokens) for tokens in said.cpu()]
 
@@ -278,8 +278,8 @@ class Alignment:
 open_task.register(AlignConfig)(Alignment)
 
 
-def _one_by_one(split: PairSplit, rows: Tensor) -> tuple[Tensor, set[int]]:
-    """Images of these rows, empty ones where they cannot be read, and which these are."""
+def _decode_each(split: PairSplit, rows: Tensor) -> tuple[Tensor, set[int]]:
+    """Images of these rows, blank where unreadable, and the unreadable rows."""
     found: list[Any] = []
     for row in rows:
         try:
@@ -288,6 +288,6 @@ def _one_by_one(split: PairSplit, rows: Tensor) -> tuple[Tensor, set[int]]:
             found.append(None)
     whole = next((x for x in found if x is not None), None)
     if whole is None:
-        raise BrokenImageError("no image of a batch can be read; check the folder of the images")
+        raise BrokenImageError("no image of a batch can be read: check the image folder")
     broken = {int(row) for row, image in zip(rows, found, strict=True) if image is None}
     return torch.cat([torch.zeros_like(whole) if x is None else x for x in found]), broken

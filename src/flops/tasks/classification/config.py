@@ -34,7 +34,7 @@ assert tuple(PRESETS) == get_args(FinetunePreset)
 
 
 class FinetuneConfig(RunConfig):
-    """Everything that decides what a run of `flops finetune` does.
+    """All options of a run of `flops finetune`.
 
     Raises:
         ConfigError: If a name is unknown or a value is not allowed.
@@ -43,28 +43,28 @@ class FinetuneConfig(RunConfig):
     model: str = "bundled"
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
     head: Head = "fresh"
-    """A fresh classification head, or the model's own kept, if it knows the classes of the data."""
+    """A new classification head, or the model's own if it was trained on the same classes."""
     data: str = "digits"
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
     data_config: str | None = None
     """Configuration of a data set of the hub that has several."""
     image_column: str | None = None
-    """Column of images, of a Hugging Face data set; None finds it."""
+    """Image column of a Hugging Face data set; None to detect it."""
     label_column: str | None = None
-    """Column of classes, of a Hugging Face data set; None finds it."""
+    """Label column of a Hugging Face data set; None to detect it."""
     split_column: str | None = None
-    """Column that says which split a row belongs to, of a Hugging Face data set."""
+    """Column of a Hugging Face data set that holds the split of each row."""
     splits: Annotated[tuple[str, ...], FromList] = ()
-    """Which of its splits to use, such as train=train validation=none test=validation; none holds
-    them out of train."""
+    """Which splits of a data set to use, such as train=train validation=none test=validation; none
+    holds one out of train."""
     strict: bool = False
     """Stop at a missing or broken image, instead of skipping it with a warning."""
     targets: Targets | None = None
-    """What likelihood ratio perturbs; None is the method's own choice."""
+    """What likelihood ratio perturbs; None for the method's default."""
     stages: Annotated[int, Field(gt=0)] = 3
-    """Groups into which the layers are cut."""
+    """Number of groups of layers."""
     clip_attention: PositiveFloat | None = None
-    """Largest norm of the gradient of all attention parameters; None leaves it."""
+    """Clip the gradient norm of all attention parameters; None does not clip."""
 
     @model_validator(mode="after")
     def _check_splits(self) -> Self:
@@ -72,10 +72,10 @@ class FinetuneConfig(RunConfig):
         return self
 
     def named_splits(self) -> dict[str, str | None] | None:
-        """The splits by our names; None if none were given.
+        """The splits by our names; None if not given.
 
         Raises:
-            ValueError: If one is not written as ours=theirs.
+            ValueError: If an entry is not written as ours=theirs.
         """
         found: dict[str, str | None] = {}
         for given in self.splits:
@@ -88,7 +88,7 @@ class FinetuneConfig(RunConfig):
         return found or None
 
     def recipe(self) -> Method:
-        """The method with its settings."""
+        """The method with these options."""
         return Method(
             self.method, self.queries, self.sigma, self.targets, self.stages, self.clip_attention
         )

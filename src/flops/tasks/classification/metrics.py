@@ -9,11 +9,11 @@ from flops.tasks.data.splits import ImageSplit
 
 
 def logits(outputs: object) -> Tensor:
-    """Return the logits of whatever a classifier returned.
+    """Extract the logits from the outputs of a classifier.
 
     Args:
         outputs: A tensor; a transformers `ModelOutput` or another object with `logits`; or a tuple,
-            of which the first tensor with a class axis counts (a loss may come before it).
+            of which the first tensor with a class axis is taken (a loss may precede it).
 
     Raises:
         TypeError: There are no logits in it.

@@ -1,4 +1,4 @@
-"""Image classification as the training loop sees it: loss, accuracy, clipped attention."""
+"""The task of `flops finetune`: loss, accuracy, gradient clipping of attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Classification:
         device: Where the model runs.
 
     Raises:
-        FlopsError: If model and data do not fit together, or are not there.
+        FlopsError: If model or data are missing or do not fit together.
     """
 
     def __init__(self, config: FinetuneConfig, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Classification:
 
     @property
     def title(self) -> str:
-        """What is trained on what."""
+        """One line about model and data."""
         data, parameters = self.data, self.model.parameters()
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         return (
@@ -64,7 +64,7 @@ class Classification:
         return pixels.to(self.device), labels.to(self.device)
 
     def limit_gradients(self) -> None:
-        """Clip those of attention, if configured."""
+        """Clip the gradients of attention, if configured."""
         if self.config.clip_attention is not None:
             clip_attention(self.model, self.config.clip_attention)
 
@@ -80,11 +80,11 @@ class Classification:
             yield split.labels.long().cpu().numpy().tobytes()
 
     def pixels(self, rows: Tensor) -> Tensor:
-        """Images of some training points, to be looked at."""
+        """Images of some training points, for display."""
         return self.format.restore(self.data.train.batch(rows)[0])
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
-        """Write model/, as `transformers` reads it, with the classes and the images' format."""
+        """Write model/ in the format of `transformers`, with class names and preprocessing."""
         logging: Any = require("transformers.utils.logging")
         model: Any = self.model
         names = dict(enumerate(self.data.classes))
@@ -117,13 +117,13 @@ def measure(
     device: torch.device,
     ranks: Collectives | None = None,
 ) -> tuple[float, float]:
-    """Accuracy and mean loss on a split; the processes of a ranks take the batches in turn.
+    """Accuracy and mean loss on a split; ranks take the batches in turn.
 
     Raises:
         FlopsError: If it has no points.
     """
     if not len(split):
-        raise FlopsError("there is nothing to evaluate on: the split has no points")
+        raise FlopsError("cannot evaluate on an empty split")
     right, total, ranks = 0, 0.0, ranks or Collectives()
     with torch.inference_mode():
         for rows in torch.arange(len(split)).split(max(64, batch))[ranks.rank :: ranks.size]:
@@ -159,12 +159,12 @@ def load_data(config: FinetuneConfig, format: ImageFormat) -> ImageData:
 
 def _load(config: FinetuneConfig) -> tuple[nn.Module, ImageFormat, ImageData]:
     try:
-        # The data want the model's format, and the model's head wants the number of classes.
+        # The data need the model's image format, and its head needs the number of classes.
         data = load_data(config, image_format(config.model))
         if len(data.classes) < 2:
             raise ValueError(
-                f"'{config.data}' has the class '{data.classes[0]}' and no other: there is nothing "
-                "to learn"
+                f"'{config.data}' has a single class, '{data.classes[0]}': nothing can be "
+                "learned from it"
             )
         model, format = load_model(
             config.model, len(data.classes), seed=config.seed, head=config.head
@@ -179,7 +179,7 @@ def _load(config: FinetuneConfig) -> tuple[nn.Module, ImageFormat, ImageData]:
 
 
 def preprocessor(format: ImageFormat) -> dict[str, Any]:
-    """The format of the images in the words of `transformers`."""
+    """The image format as a `transformers` preprocessor configuration."""
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,

@@ -1,4 +1,4 @@
-"""Captions made of class names: several templates, the right article, plain words."""
+"""Captions from class names: several templates, with articles, in lower case."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ TEMPLATES = (
     "here you can see {}.",
 )
 EXAMPLES = ("hat", "scarf", "glove", "sock", "belt")  # none of them a class of Fashion-MNIST
-# Of Fashion-MNIST: two names for one class, and a plural that takes no article.
+# Fashion-MNIST has two names for one class, and a plural without article.
 _PLAIN = {"T-shirt/top": "t-shirt", "trousers": "trouser"}
 
 
 def noun(name: str) -> str:
-    """A class name as a caption has it, with its article: "a t-shirt", "an ankle boot".
+    """A class name with its article: "a t-shirt", "an ankle boot".
 
     Raises:
-        ValueError: There is no word in it.
+        ValueError: The name has no word.
     """
     word = re.sub(r"[\s_]+", " ", _PLAIN.get(name, name)).strip().lower()
     if not word:
-        raise ValueError(f"the class {name!r} has no name that a caption could use")
+        raise ValueError(f"the class {name!r} has no word for a caption")
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 def few_shot_instruction(names: Sequence[str] = EXAMPLES) -> str:
-    """An instruction by examples: a name, then a caption of it, one line for each template.
+    """A few-shot instruction: a name, then a caption of it, one line per template.
 
-    The visual token then stands where a name would. A language model that was never told to
-    describe anything goes on in the same way, and only has to be told the name.
+    The visual token then takes the place of a name. A language model without instruction tuning
+    continues the pattern, so only the name has to be learned.
     """
     templates = (TEMPLATES[i % len(TEMPLATES)] for i in range(len(names)))
     pairs = zip(names, templates, strict=True)
@@ -42,5 +42,5 @@ def few_shot_instruction(names: Sequence[str] = EXAMPLES) -> str:
 
 
 def class_captions(names: Sequence[str], template: int = 0) -> list[str]:
-    """The captions of all classes in one template; its number counts round and round."""
+    """The captions of all classes in one template; its number wraps around."""
     return [TEMPLATES[template % len(TEMPLATES)].format(noun(name)) for name in names]

@@ -1,4 +1,4 @@
-"""Which column of a data set holds the images, which the labels, and what the labels mean."""
+"""Detects the image and label columns of a data set, and encodes the labels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LABEL_NAMES = ("label", "labels", "fine_label", "class", "category", "target")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the two columns that count."""
+    """Names of the image and label columns."""
 
     image: str
     label: str
-    decodes: bool  # the data set would decode the images by itself
+    decodes: bool  # the data set decodes images itself
 
 
 def find_columns(
@@ -35,11 +35,11 @@ def find_columns(
 
     Args:
         features: Columns and their types, as `datasets` describes them.
-        image: Name of the column of images, None to find it.
-        label: Name of the column of labels, None to find it.
+        image: Name of the image column; None to detect it.
+        label: Name of the label column; None to detect it.
 
     Raises:
-        ValueError: A column is not there, has no images, or it is not clear which one is meant.
+        ValueError: A column is missing, has no images, or is ambiguous.
     """
     datasets = require("datasets", "data")
     columns = ", ".join(features)
@@ -71,7 +71,7 @@ def label_codes(
 
     Args:
         values: Labels by split, with one for "train".
-        feature: Type of the column; if it declares no names, the sorted values of train are them.
+        feature: Type of the column; without declared names, the sorted values of train are used.
 
     Raises:
         ValueError: A label is missing, out of range, not in train, or neither text nor a
@@ -115,9 +115,9 @@ def _image_kind(feature: Any, image: type) -> int | None:
 
 def _only(names: list[str], what: str, columns: str) -> str:
     if len(names) != 1:
-        found = f"{len(names)} could be it ({', '.join(names)})" if names else "none fits"
+        found = f"{len(names)} candidates ({', '.join(names)})" if names else "none fits"
         raise ValueError(
-            f"which column holds the {what}s? {found}; say so with {what}_column. The columns are "
-            f"{columns}"
+            f"cannot detect the {what} column: {found}; choose it with {what}_column. The columns "
+            f"are {columns}"
         )
     return names[0]

@@ -13,7 +13,7 @@ from flops.tasks.data.splits import hold_out
 
 IMAGE_SIZE = 32
 # Pixels in [0, 1] become (pixel - mean) / std. The pretraining script writes the same two numbers
-# into the model's preprocessor_config.json, so other tools feed the model what it was trained on.
+# into the model's preprocessor_config.json, so that other tools normalise images in the same way.
 IMAGE_MEAN, IMAGE_STD = 0.5, 0.5
 
 
@@ -29,7 +29,7 @@ class Split:
         return len(self.labels)
 
     def take(self, rows: Tensor | slice) -> Split:
-        """Return some of the points, as a split of their own."""
+        """Return a split of some of the points."""
         return Split(self.images[rows], self.labels[rows])
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """Train to fit, validation to choose hyper-parameters, test to measure once."""
+    """Training, validation and test split."""
 
     train: Split
     validation: Split
@@ -69,7 +69,7 @@ def digits(*, size: int = IMAGE_SIZE) -> Splits:
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    """Map pixels in [0, 1] to what the model expects, in place."""
+    """Normalise pixels in [0, 1], in place."""
     return pixels.sub_(IMAGE_MEAN).div_(IMAGE_STD)
 
 

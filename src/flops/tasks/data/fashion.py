@@ -1,7 +1,7 @@
-"""A few images of Fashion-MNIST that ship with the package: 16 shots a class to tune prompts on.
+"""Fashion-MNIST images that ship with the package: 16 shots per class for prompt tuning.
 
-The original pixels are stored (`scripts/make_shots.py` chose them); the shift that makes a task of
-them is applied here, at load time.
+The original pixels are stored (`scripts/make_shots.py` selected them); the distribution shift is
+applied when they are loaded.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What the captions call the classes, in the order of Fashion-MNIST's labels.
+# Class names in captions, in the order of Fashion-MNIST's labels.
 _NAMES = "t-shirt, trousers, pullover, dress, coat, sandal, shirt, sneaker, bag, ankle boot"
 CLASSES = tuple(_NAMES.split(", "))
 
-# The shift, a haze: a share of every pixel gives way to the haze's own grey, in per cent and bytes.
+# The shift is haze: every pixel is blended with a grey. Share in per cent, grey as a byte.
 HAZE, GREY = 45, 200
 
 
@@ -35,23 +35,23 @@ class PixelSplit:
 
 @dataclass(frozen=True)
 class Shots:
-    """Train to tune prompts, validation to choose settings, test to measure once."""
+    """Training, validation and test split."""
 
-    train: PixelSplit  # 16 a class
-    validation: PixelSplit  # 16 a class
-    test: PixelSplit  # 100 a class
+    train: PixelSplit  # 16 per class
+    validation: PixelSplit  # 16 per class
+    test: PixelSplit  # 100 per class
     classes: tuple[str, ...]
 
 
 def fashion_shots(shift: bool = True) -> Shots:
     """Return the embedded images: 160 to train on, 160 to validate on, 1,000 to test on.
 
-    Train and validation images come from the training set of Fashion-MNIST, and the bundled CLIP
-    saw none of them; the test images come from its test set. Classes take turns, so the first
-    10 n points hold n of each.
+    Training and validation images are from the training set of Fashion-MNIST, and were not used to
+    train the bundled CLIP; test images are from its test set. Classes alternate, so the first 10 n
+    points hold n of each.
 
     Args:
-        shift: Apply `shifted` to all pixels, which makes the task that prompts are tuned for.
+        shift: Apply `shifted` to all pixels.
     """
     asset = importlib.resources.files("flops.tasks") / "assets" / "fashion" / "shots.npz"
     with asset.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -67,15 +67,15 @@ def shifted(pixels: Tensor) -> Tensor:
 
         pixel' = round((1 - h) pixel + h grey),    h = 0.45, grey = 200
 
-    Black becomes a middling grey and contrast falls by nearly half, but little detail is lost. The
-    bundled CLIP has seen only garments on black, so with a manual prompt it takes half of the
-    images for bags; prompts can undo that, since the fault is the same for all images. Integer
-    arithmetic, hence the same bytes everywhere.
+    Black becomes a medium grey and contrast falls by nearly half, but little detail is lost. The
+    bundled CLIP was trained on garments on black, so with a manual prompt it classifies half of the
+    images as bags; prompts can correct that, since the shift is the same for all images. Integer
+    arithmetic gives the same bytes on every machine.
     """
     hazy = pixels.int() * (100 - HAZE) + HAZE * GREY
     return ((hazy + 50) // 100).to(torch.uint8)
 
 
 def _split(pixels: Tensor, shift: bool) -> PixelSplit:
-    labels = torch.arange(len(pixels)) % len(CLASSES)  # the classes take turns
+    labels = torch.arange(len(pixels)) % len(CLASSES)  # classes alternate
     return PixelSplit(shifted(pixels) if shift else pixels, labels)

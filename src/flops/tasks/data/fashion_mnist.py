@@ -1,4 +1,4 @@
-"""Fashion-MNIST from its idx files, prepared for the bundled vision transformer."""
+"""Fashion-MNIST from its idx files, normalised for the bundled vision transformer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def fashion_mnist(folder: Path | None = None) -> Splits:
     One twelfth of the training images (5,000 of 60,000, stratified) is held out for validation.
 
     Args:
-        folder: Holds the four idx .gz files; None is that of Debian's `dataset-fashion-mnist`.
+        folder: Folder of the four idx .gz files; None for that of Debian's `dataset-fashion-mnist`.
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A file is not what its name says.
+        ValueError: A file has another format or is incomplete.
     """
     folder = FASHION_MNIST_FOLDER if folder is None else Path(folder)
     paths = [folder / f"{name}-ubyte.gz" for name in _IDX_FILES]
@@ -62,5 +62,5 @@ def _read_idx(path: Path) -> Tensor:
     shape = [int.from_bytes(content[i : i + 4], "big") for i in sizes]
     if not shape or len(content) - start != math.prod(shape):
         found = f"{len(content)} bytes, first {content[:16].hex(' ', 4)}"
-        raise ValueError(f"{path} is not an idx file of bytes, or not a whole one: {found}")
+        raise ValueError(f"{path} is not a complete idx file of bytes: {found}")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).copy()).view(shape)

@@ -1,4 +1,4 @@
-"""A few labelled images of each class, for prompts to be tuned on: embedded, or of any data set."""
+"""Few-shot data for prompt tuning: embedded, or sampled from any data set."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BUNDLED = "fashion-shots"
 
 @dataclass(frozen=True)
 class FewShots:
-    """Pixels of all points, and which of them are for what.
+    """Pixels and labels of all points, and their splits.
 
     Attributes:
         pixels: uint8, (N, H, W) or (N, H, W, channels).
         labels: Classes, (N,).
-        points: Training, validation and test points among them.
-        classes: Names.
+        points: Indices of training, validation and test points.
+        classes: Names of the classes.
     """
 
     pixels: Tensor
@@ -42,16 +42,16 @@ def few_shots(
     limit: int | None = None,
     seed: int = 0,
 ) -> FewShots:
-    """Shots of each class to train on, as many to validate on, and the whole test set.
+    """A number of training shots per class, as many for validation, and the whole test set.
 
     Args:
-        data: "fashion-shots", which ships with the package under a shift; or whatever
-            `flops finetune --data` takes.
-        shots: Training images of a class.
-        channels: Of the images that the model reads.
-        size: Their side.
-        limit: Most test images; None for all.
-        seed: Chooses the shots.
+        data: "fashion-shots", which ships with the package, with a distribution shift; or anything
+            that `flops finetune --data` accepts.
+        shots: Training images per class.
+        channels: Channels of the model's images.
+        size: Side of the model's images.
+        limit: Largest number of test images; None for all.
+        seed: Seeds the selection of shots.
 
     Raises:
         FlopsError: If there are not enough images.
@@ -61,7 +61,7 @@ def few_shots(
         count = len(embedded.classes)
         most = len(embedded.train) // count
         if not 1 <= shots <= most:
-            raise FlopsError(f"{data} has up to {most} shots of a class, not {shots}")
+            raise FlopsError(f"{data} has at most {most} shots per class, not {shots}")
         splits = [embedded.train, embedded.validation, embedded.test]
         keep = [shots * count, len(splits[1]), limit or len(splits[2])]
         parts = [(s.pixels[:n], s.labels[:n]) for s, n in zip(splits, keep, strict=True)]
@@ -80,13 +80,13 @@ def few_shots(
 
 
 def _some(split: ImageSplit, shots: int, classes: int, seed: int) -> Tensor:
-    """Rows of the first shots of each class, in a random order; the classes take turns."""
+    """Rows of the first shots of each class in a random order; classes alternate."""
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed))
     labels = split.labels[order]
     rows = [order[labels == c][:shots] for c in range(classes)]
     if not all(len(found) for found in rows):
         empty = [c for c, found in enumerate(rows) if not len(found)]
-        raise FlopsError(f"class {empty[0]} has no image among {len(split)} of a split")
+        raise FlopsError(f"class {empty[0]} has no image among the {len(split)} of a split")
     most = max(len(found) for found in rows)
     turns = [found[i] for i in range(most) for found in rows if i < len(found)]
     return torch.stack(turns)

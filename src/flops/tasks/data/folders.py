@@ -1,4 +1,4 @@
-"""Folders of images: a folder per class, with or without a folder per split above them."""
+"""Image folders: one per class, optionally inside one per split."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Files:
     paths: tuple[Path, ...]
 
     def open(self, row: int) -> Image:
-        """Open one of the files."""
+        """Open a file."""
         return open_image(self.paths[row])
 
     def name(self, row: int) -> str:
-        """Return its path; what is no UTF-8 in it is spelled out, since messages are printed."""
+        """Return its path; bytes that are not UTF-8 are escaped, so that it can be printed."""
         return os.fsencode(self.paths[row]).decode("utf-8", "backslashreplace")
 
 
@@ -43,7 +43,7 @@ def open_image(path: Path) -> Image:
     """Open an image file, to be closed by the caller.
 
     Raises:
-        OSError: It is not there, no image, or no file at all: a pipe would never end.
+        OSError: It is missing, not an image, or not a regular file (reading a pipe would block).
     """
     kind = path.stat().st_mode
     if not stat.S_ISREG(kind):
@@ -58,15 +58,15 @@ def read_folder(folder: Path) -> tuple[dict[str, Listing], tuple[str, ...]]:
 
     `folder/<class>/*.png` is one split, returned as "train". With a subfolder `train` (or
     `training`), it and its neighbours `validation` (`val`, `valid`, `dev`) and `test` (`testing`)
-    are splits with the class folders inside. Images may lie in folders below their class. Other
-    files, and names that begin with a dot, are passed over.
+    are splits with the class folders inside. Images may be in subfolders of their class. Other
+    files, and names that begin with a dot, are ignored.
 
     Returns:
-        The splits found, not decoded, and the classes: the training folders' names, sorted.
+        The splits, not decoded, and the classes: names of the training folders, sorted.
 
     Raises:
         ValueError: There are no classes, a class folder has no images, a split has a class that
-            train has not, or two folders are the same split.
+            is not in train, or two folders are the same split.
     """
     folders = _subfolders(folder)
     roots: dict[str, Path] = {}
@@ -85,7 +85,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Listing], tuple[str, ...]]:
     for name in names:
         try:
             name.encode("utf-8")
-        except UnicodeEncodeError as error:  # said now, and not when results are written
+        except UnicodeEncodeError as error:  # raised here rather than when results are written
             shown_as = os.fsencode(name).decode("utf-8", "backslashreplace")
             raise ValueError(
                 f"the class folder {shown_as} in {roots['train']} has a name that is not UTF-8: "
@@ -107,7 +107,9 @@ def _read_split(root: Path, codes: Mapping[str, int]) -> Listing:
                 "move it there too, or remove it"
             )
         found = sorted(path for path in folder.rglob("*") if _is_image(path.relative_to(folder)))
-        found = [path for path in found if not path.is_dir()]  # a dangling link counts, as missing
+        found = [
+            path for path in found if not path.is_dir()
+        ]  # a dangling link counts as a missing image
         if not found:
             raise ValueError(f"the class folder {folder} has no images: {_LAYOUT}")
         paths += found
@@ -118,7 +120,7 @@ def _read_split(root: Path, codes: Mapping[str, int]) -> Listing:
 
 
 def shown(names: Mapping[str, int], most: int = 12) -> str:
-    """Return names for a message: all of them, or the first ones and how many there are."""
+    """Return names for a message: all, or the first ones and their number."""
     listed = list(names)
     if len(listed) <= most:
         return ", ".join(listed)

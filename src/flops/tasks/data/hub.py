@@ -1,4 +1,4 @@
-"""Hugging Face datasets: from the hub by id, saved to disk, or as parquet files."""
+"""Hugging Face data sets: from the hub by id, saved to disk, or as parquet files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """Where a data set is, and what it calls its columns and splits; None is found out."""
+    """Location of a data set, and names of its columns and splits; None to detect them."""
 
     source: str  # hub id or local path
     image: str | None = None
     label: str | None = None
-    split: str | None = None  # a column that says which split a row belongs to
+    split: str | None = None  # column that holds the split of each row
     splits: Mapping[str, str | None] | None = None  # ours -> theirs; None is held out of train
-    config: str | None = None  # which of several configurations on the hub
+    config: str | None = None  # one of several configurations on the hub
 
 
-# The paper's seven. Ids on the hub come and go: a mirror with the same columns is used by its own
-# id, or from disk as "cifar10:/path/to/it". ImageNet's test split has no labels, and Food-101 calls
-# its test split validation; both are tested on "validation", as is customary.
+# The paper's seven. Ids on the hub may change: use a mirror with the same columns by its id, or a
+# copy on disk as "cifar10:/path/to/it". ImageNet's test split has no labels, and Food-101 names its
+# test split validation; both are tested on "validation", as is customary.
 _TESTED_ON_VALIDATION = {"train": "train", "validation": None, "test": "validation"}
 NAMED = {
     "imagenet": DatasetSource("ILSVRC/imagenet-1k", "image", "label", splits=_TESTED_ON_VALIDATION),
@@ -66,11 +66,11 @@ class Table:
             image: Image = require("PIL.Image").open(io.BytesIO(content))
             return image
         if path is None:
-            raise ValueError("there is nothing in this row")
+            raise ValueError("this row is empty")
         return open_image(Path(path))
 
     def name(self, row: int) -> str:
-        """Return the data set, the row, and the file's name where it is kept."""
+        """Return the data set, the row, and the file name if stored."""
         value = self.dataset[row][self.column]
         path = value.get("path") if isinstance(value, dict) else None
         return f"row {row} of {self.where}" + (f", {path}" if path else "")
@@ -87,16 +87,16 @@ def is_dataset(path: Path) -> bool:
 def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, ...]]:
     """List the images of a data set, split by split in the order of its rows.
 
-    Parquet files belong to the split that their name or their folder's name says, else to train.
+    The split of a parquet file is given by its name or that of its folder; default is train.
 
     Returns:
-        The splits found, not decoded, and the classes: those that the label column declares, else
-        the values that occur in train, sorted.
+        The splits, not decoded, and the classes: those that the label column declares, else the
+        sorted values in train.
 
     Raises:
         ImportError: `datasets` is not installed.
-        OSError: The data set cannot be had.
-        ValueError: A column or split is not there or not clear, or a label is out of range.
+        OSError: The data set cannot be loaded.
+        ValueError: A column or split is missing or ambiguous, or a label is out of range.
     """
     tables = _open(entry)
     first = next(iter(tables.values()))
@@ -106,9 +106,9 @@ def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, .
     if column is not None and entry.splits is not None:
         raise ValueError("give split_column or splits, not both: a column has no splits to name")
     if column is None and entry.splits is None and len(tables) == 1:
-        column = next((c for c in ("split", "dataset") if _says_split(first, c)), None)
+        column = next((c for c in ("split", "dataset") if _holds_splits(first, c)), None)
     if column is not None:
-        if len(tables) > 1 or not _says_split(first, column):
+        if len(tables) > 1 or not _holds_splits(first, column):
             allowed = f"one table whose values are {', '.join(SPLIT_WORDS)}"
             raise ValueError(f"cannot split by the column {column!r}: that needs {allowed}")
         (theirs,) = tables
@@ -124,7 +124,7 @@ def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, .
     listings = {}
     for ours, (theirs, chosen) in rows.items():
         dataset = tables[theirs].select_columns([columns.image])
-        if columns.decodes:  # we decode, so that a broken image is found where it is
+        if columns.decodes:  # decoded here, so that errors name the image
             plain = require("datasets", "data").Image(decode=False)
             dataset = dataset.cast_column(columns.image, plain)
         table = Table(dataset, columns.image, f"{entry.source}, split {theirs}")
@@ -133,7 +133,7 @@ def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, .
 
 
 def _open(entry: DatasetSource) -> dict[str, Any]:
-    """Return the data set's own splits by their own names."""
+    """Return the splits of the data set by its own names."""
     datasets, path = require("datasets", "data"), Path(entry.source).expanduser()
     bars = datasets.utils.logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
@@ -174,12 +174,12 @@ def _parquet_splits(path: Path) -> dict[str, list[str]]:
         found.setdefault(split, []).append(str(file))
     if "" in found and len(found) > 1:
         unclear = ", ".join(Path(name).name for name in found[""])
-        raise ValueError(f"the names of some files say no split, as others do: {unclear}")
+        raise ValueError(f"some file names have a split and others do not: {unclear}")
     return found if "" not in found else {"train": found[""]}
 
 
 def _name_splits(theirs: tuple[str, ...], wanted: Mapping[str, str | None]) -> dict[str, str]:
-    """Return our names of splits -> theirs: what was wanted, else what the names suggest."""
+    """Map our names of splits to theirs: as requested, else by their names."""
     found = {SPLIT_WORDS[name.lower()]: name for name in theirs if name.lower() in SPLIT_WORDS}
     if len(theirs) == 1:
         found = {"train": theirs[0]}
@@ -192,14 +192,12 @@ def _name_splits(theirs: tuple[str, ...], wanted: Mapping[str, str | None]) -> d
         advice = "choose with `splits`, such as test=validation"
         raise ValueError(f"{what}; the data set has {', '.join(theirs)}: {advice}")
     if len(set(named.values())) < len(named):
-        raise ValueError(
-            f"one split cannot be used twice, got {named}; the same images would count"
-        )
+        raise ValueError(f"a split cannot be used twice, got {named}")
     return named
 
 
-def _says_split(table: Any, column: str) -> bool:
-    """Whether a column of text says which split each row belongs to."""
+def _holds_splits(table: Any, column: str) -> bool:
+    """Whether a text column holds the split of each row."""
     if column not in table.features or table.features[column].dtype not in (
         "string",
         "large_string",

@@ -1,4 +1,4 @@
-"""Images to fine-tune on, by name or path: embedded, a folder, or a Hugging Face dataset."""
+"""Image classification data by name or path: embedded, a folder, or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "load",
 ]
 
-# What the bundled model reads, which is also how the embedded data are kept.
+# Format of the bundled model and of the embedded data.
 BUNDLED_FORMAT = ImageFormat(IMAGE_SIZE, 1, (IMAGE_MEAN,), (IMAGE_STD,))
 NAMES = ("digits", "fashion-mnist", *NAMED)
 FASHION_CLASSES: tuple[str, ...] = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat")
@@ -47,15 +47,15 @@ MEMORY = 512 * 2**20
 
 @dataclass(frozen=True)
 class ImageData:
-    """Three splits of a data set, and what is known about it."""
+    """Three splits of a data set and its metadata."""
 
     train: ImageSplit
     validation: ImageSplit
     test: ImageSplit
     classes: tuple[str, ...]
     name: str
-    skipped: int = 0  # images left out because they cannot be read
-    notes: tuple[str, ...] = ()  # what a reader of results should know about the splits
+    skipped: int = 0  # images that cannot be read
+    notes: tuple[str, ...] = ()  # remarks about the splits, for reports
 
 
 def load(
@@ -75,37 +75,37 @@ def load(
 ) -> ImageData:
     """Load images for classification, as a model reads them.
 
-    The same call gives the same points in the same rows, always. Images are upright, cut to the
-    largest centred square, resized bilinearly and normalised. Images that fit into `memory` once
-    decoded are decoded here: those that cannot be read are left out, counted, and warned of once.
-    Larger data sets are decoded batch by batch. There, a broken image is found when it is asked
-    for, and the next readable image of its class stands in for it, with one warning a split.
+    The same call returns the same points in the same rows. Images are rotated upright, cropped to
+    the centred square, resized bilinearly and normalised. If the decoded images fit into `memory`,
+    they are decoded here: unreadable ones are skipped and counted, with one warning. Larger data
+    sets are decoded batch by batch; an unreadable image is then detected when it is accessed, and
+    replaced by the next readable image of its class, with one warning per split.
 
-    A split that the data set does not have is held out of its training images, stratified, before
-    anything is decoded; `notes` says so. The embedded data sets have their own fixed splits.
+    A missing split is held out of the training images, stratified, before anything is decoded;
+    `notes` records it. The embedded data sets have fixed splits.
 
     Args:
         data: One of `NAMES`; `name:path` for a copy on disk of a named one; the path of a folder
             of images (see `folders.read_folder`), of a data set saved with `save_to_disk`, or of
             parquet files; or an id on the Hugging Face hub, `owner/name`.
-        format: What the model expects.
-        image_column: Hugging Face only: the column of images. None finds it.
-        label_column: Hugging Face only: the column of classes. None finds it.
-        split_column: Hugging Face only: a column that says train, validation or test. None takes
-            `split` or `dataset` if there are no other splits and it says that.
-        splits: Hugging Face only: which of its splits is train, validation and test, such as
+        format: Image format of the model.
+        image_column: Hugging Face only: the image column; None to detect it.
+        label_column: Hugging Face only: the label column; None to detect it.
+        split_column: Hugging Face only: a column with the values train, validation and test. None
+            takes `split` or `dataset` if there are no other splits and it has these values.
+        splits: Hugging Face only: its splits for train, validation and test, such as
             {"test": "validation", "validation": None}; None holds one out of train.
-        config: Hub only: which of its configurations.
+        config: Hub only: the configuration.
         validation_share: Share of the training images held out if there is no validation split.
         test_share: The same for a missing test split.
-        strict: A broken image is an error that names the file.
-        limit: At most so many points of each split, stratified.
-        memory: Bytes of decoded images that may be kept.
+        strict: Raise on an unreadable image.
+        limit: Largest number of points per split, stratified.
+        memory: Bytes available for decoded images.
 
     Raises:
         ImportError: A package is missing; the message says which.
-        OSError: The data are not there, or the hub cannot be reached.
-        ValueError: The data or an option are not what they should be.
+        OSError: The data are missing, or the hub cannot be reached.
+        ValueError: The data or an option are invalid.
         BrokenImageError: `strict`, and an image cannot be read. Also a ValueError.
     """
     shares = (validation_share, test_share)
@@ -120,7 +120,7 @@ def load(
     entry = _resolve(data, format)
     if given and not isinstance(entry, DatasetSource):
         raise ValueError(
-            f"columns, splits and config are for Hugging Face datasets; {data!r} has none"
+            f"columns, splits and config are for Hugging Face data sets; {data!r} has none"
         )
     if isinstance(entry, Splits):
         return _embedded(data, entry, format, limit)
@@ -137,7 +137,7 @@ def load(
 
 
 def _resolve(data: str, format: ImageFormat) -> Splits | DatasetSource | Path:
-    """Return the embedded data, or where to look."""
+    """Return the embedded data, or the location of the data."""
     name, colon, place = data.partition(":")
     if name == "digits" and not colon:
         return digits(size=format.size if format == BUNDLED_FORMAT else 8)
@@ -146,7 +146,9 @@ def _resolve(data: str, format: ImageFormat) -> Splits | DatasetSource | Path:
     if name in NAMED and not colon:
         return NAMED[name]
     path = Path(place if colon and name in NAMED else data).expanduser()
-    if (place if colon and name in NAMED else data) and path.exists():  # Path("") would be here
+    if (
+        place if colon and name in NAMED else data
+    ) and path.exists():  # Path("") is the working directory
         entry = NAMED.get(name, DatasetSource("")) if colon else DatasetSource("")
         if is_dataset(path):
             return replace(entry, source=str(path))
@@ -154,7 +156,7 @@ def _resolve(data: str, format: ImageFormat) -> Splits | DatasetSource | Path:
             return path
         raise ValueError(f"{path} is a file, and not a parquet file; give the folder it is in")
     hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data)
-    if not colon and hub_id and not path.parent.is_dir():  # else it is a local path, mistyped
+    if not colon and hub_id and not path.parent.is_dir():  # else it is a mistyped local path
         return DatasetSource(data)
     raise FileNotFoundError(
         f"no data {data!r}: give one of {', '.join(NAMES)}, the path of a folder or parquet file "
@@ -163,7 +165,7 @@ def _resolve(data: str, format: ImageFormat) -> Splits | DatasetSource | Path:
 
 
 def _embedded(data: str, splits: Splits, format: ImageFormat, limit: int | None) -> ImageData:
-    """Return an embedded data set; for other models than the bundled one, resized by batches."""
+    """Return an embedded data set; resized per batch for models other than the bundled one."""
     found: list[ImageSplit] = []
     for split in (splits.train, splits.validation, splits.test):
         if limit is not None and limit < len(split):
@@ -179,7 +181,7 @@ def _embedded(data: str, splits: Splits, format: ImageFormat, limit: int | None)
 
 
 def _complete(listings: dict[str, Listing], *shares: float) -> list[str]:
-    """Hold missing splits out of train, in place; say what was done."""
+    """Hold missing splits out of train, in place; return remarks."""
     if empty := [name for name, listing in listings.items() if not len(listing)]:
         raise ValueError(f"no images in the {' and the '.join(empty)} split")
     notes, full = [], len(listings["train"])
@@ -221,7 +223,7 @@ def _decoded(
         found.append(split)
     if broken:
         warnings.warn(
-            f"left out {len(broken)} of {total} images of {data} that cannot be read, the first: "
+            f"skipped {len(broken)} of {total} images of {data} that cannot be read, the first: "
             f"{broken[0]}; strict makes this an error",
             stacklevel=3,
         )

@@ -1,8 +1,8 @@
 """Images with captions: embedded, a LLaVA-format JSON, a folder with captions, or class names.
 
-Where the data have classes, captions are made of their names in several templates, and the right
-one is to be told from those of the other classes. Where captions are free, the right one is to be
-told from those of other images.
+For data with classes, captions are made from class names in several templates, and accuracy is
+measured against the captions of the other classes. Free captions are compared with those of other
+images.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     pass
 
 EMBEDDED = "fashion"
-CHOICES = 10  # captions of which one is right, where they are free
-MOST_HELD = 1000  # pairs of a split that is held out of others
+CHOICES = 10  # captions to choose from, if captions are free
+MOST_HELD = 1000  # largest size of a held-out split
 METADATA = "metadata.jsonl"
 
 
 @dataclass(frozen=True)
 class PairSplit:
-    """Points: a picture and a caption each; several may share a picture.
+    """Points: pairs of image and caption; several may share an image.
 
     Attributes:
         pictures: The images.
-        rows: Picture of each point, (N,).
-        captions: Of each point.
-        labels: Its class, (N,); 0 where there are none.
-        names: Of the classes; empty where captions are free.
-        templates: Of each point's caption, (N,); unused where captions are free.
+        rows: Image of each point, (N,).
+        captions: Caption of each point.
+        labels: Class of each point, (N,); 0 without classes.
+        names: Names of the classes; empty if captions are free.
+        templates: Template of each caption, (N,); unused if captions are free.
     """
 
     pictures: ImageSplit
@@ -59,19 +59,19 @@ class PairSplit:
         return len(self.captions)
 
     def choices(self, point: int) -> tuple[list[str], int]:
-        """Captions to choose from, and which of them is right."""
+        """Captions to choose from, and the index of the correct one."""
         if self.names:
             template = 0 if self.templates is None else int(self.templates[point])
             return class_captions(self.names, template), int(self.labels[point])
         own = self.captions[point]
-        # The same ones always: numpy guarantees this legacy generator's stream for good.
+        # Always the same: numpy guarantees the stream of this legacy generator.
         order = np.random.RandomState(point).permutation(len(self))[: 3 * CHOICES]
         others = dict.fromkeys(self.captions[i] for i in order.tolist())
         others.pop(own, None)
         return [own, *list(others)[: CHOICES - 1]], 0
 
     def without(self, broken: set[int]) -> PairSplit:
-        """The same without the points of some pictures."""
+        """The split without the points of some images."""
         if not broken:
             return self
         kept = [i for i, row in enumerate(self.rows.tolist()) if row not in broken]
@@ -86,7 +86,7 @@ class PairSplit:
 
 @dataclass(frozen=True)
 class PairData:
-    """Three splits of pairs, and what is known about them."""
+    """Three splits of pairs and their metadata."""
 
     train: PairSplit
     validation: PairSplit
@@ -110,15 +110,15 @@ def load_pairs(
         data: "fashion", the embedded images; a LLaVA-format .json file, a list of objects with
             `image` and `conversations`, whose first answer is the caption; a folder with captions,
             in metadata.jsonl (`file_name` and `text`) or in a .txt file beside each image; or
-            anything that `flops.tasks.data.images.load` takes, whose classes make the captions.
-        format: What the encoder expects.
-        pictures: Folder that the images of a JSON file are in; None is that of the file.
-        limit: Most images of each split.
-        strict: A broken image of data with classes is an error.
+            anything that `flops.tasks.data.images.load` accepts, with captions from class names.
+        format: Image format of the encoder.
+        pictures: Folder of the images of a JSON file; None for the folder of the file.
+        limit: Largest number of images per split.
+        strict: Raise on an unreadable image of data with classes.
 
     Raises:
-        OSError: The data are not there.
-        ValueError: They are not what they should be.
+        OSError: The data are missing.
+        ValueError: The data are invalid.
     """
     if data == EMBEDDED:
         return _fashion(format, limit)
@@ -149,13 +149,13 @@ def _of_classes(
     name: str,
     notes: tuple[str, ...],
 ) -> PairData:
-    """Captions of class names: training images in all templates, the others in turns."""
+    """Captions from class names: training images in all templates, the others in one each."""
     count, train = len(TEMPLATES), splits[0]
     every = torch.arange(len(train)).repeat_interleave(count)
     found = [_named(train, every, torch.arange(len(every)) % count, classes)]
     for split in splits[1:]:
         rows = torch.arange(len(split))
-        # By the rank within its class, for embedded classes take turns as templates would.
+        # By rank within the class: embedded classes alternate with the same period as templates.
         ranks = torch.zeros(len(split), dtype=torch.long)
         for label in range(len(classes)):
             of_class = split.labels == label
@@ -175,9 +175,9 @@ def _named(
 
 
 def _free(name: str, pairs: Mapping[Path, str], format: ImageFormat, limit: int | None) -> PairData:
-    """Pairs of a single list: a tenth each is held out for validation and test, at most 1,000."""
+    """Split a list of pairs: a tenth each, at most 1,000, is held out for validation and test."""
     if len(pairs) < 10:
-        raise ValueError(f"{name} has {len(pairs)} pairs: 10 are needed, to hold some out")
+        raise ValueError(f"{name} has {len(pairs)} pairs: at least 10 are needed to hold some out")
     files, captions = Files(tuple(pairs)), tuple(pairs.values())
     size = min(MOST_HELD, max(2, len(pairs) // 10))
     rest, held = hold_out(np.zeros(len(pairs), dtype=np.int64), 2 * size)
@@ -196,7 +196,7 @@ def read_llava(path: Path, pictures: Path) -> dict[Path, str]:
     """Captions by image of a LLaVA-format file: the first answer of each conversation.
 
     Raises:
-        ValueError: It is no list of objects with `image` and `conversations`.
+        ValueError: It is not a list of objects with `image` and `conversations`.
     """
     try:
         entries = parse_json(path.read_bytes())
@@ -211,8 +211,8 @@ def read_llava(path: Path, pictures: Path) -> dict[Path, str]:
             found[pictures / entry["image"]] = _plain(answers)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(
-                f"entry {number} of {path} is no pair: it needs `image` and `conversations` with "
-                "turns of `from` and `value`, one of them from gpt"
+                f"entry {number} of {path} is not a pair: it needs `image` and `conversations` "
+                "with turns of `from` and `value`, one of them from gpt"
             ) from error
     return found
 
@@ -221,7 +221,7 @@ def read_folder_captions(folder: Path) -> dict[Path, str]:
     """Captions by image of a folder; empty if it has none.
 
     Raises:
-        ValueError: A line of metadata.jsonl is not what it should be.
+        ValueError: A line of metadata.jsonl is invalid.
     """
     file = folder / METADATA
     if file.is_file():
@@ -246,5 +246,5 @@ def _caption(path: Path) -> str:
 
 
 def _plain(texts: Sequence[Any]) -> str:
-    """The first text, without breaks."""
+    """The first text, without line breaks."""
     return " ".join(str(texts[0]).split())

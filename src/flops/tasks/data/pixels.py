@@ -1,4 +1,4 @@
-"""From an image file to what a model reads: upright, square, of its size, normalised."""
+"""Preprocessing: rotate upright, crop to a square, resize, normalise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flops.optional import require
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# What Pillow raises for a file that is missing, cut off or no image. It has no common base class.
+# Pillow's errors for a missing, truncated or invalid file have no common base class.
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
 _MODES = {1: "L", 3: "RGB"}
@@ -27,7 +27,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What a model expects of an image: its side, its channels, and the normalisation.
+    """Image format of a model: side, channels and normalisation.
 
     Pixels in [0, 1] become (pixel - mean) / std, channel by channel.
     """
@@ -55,24 +55,24 @@ class ImageFormat:
         return self.channels * self.size**2
 
     def prepare(self, pixels: Tensor) -> Tensor:
-        """Return images as the model reads them: resized where needed, normalised, in float32.
+        """Return images as the model reads them: resized if needed, normalised, in float32.
 
         Args:
             pixels: (n, 1 or channels, side, side), uint8 or floats in [0, 1].
 
         Returns:
-            A tensor of its own, (n, channels, size, size).
+            A new tensor, (n, channels, size, size).
         """
         pixels = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels.float()
         side = (self.size, self.size)
         if pixels.shape[2:] != side:
-            shrinks = pixels.shape[2] > self.size  # only then does smoothing change anything
+            shrinks = pixels.shape[2] > self.size  # antialiasing only matters here
             pixels = F.interpolate(pixels, size=side, mode="bilinear", antialias=shrinks)
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         return (pixels - mean[:, None, None]).div_(std[:, None, None])
 
     def restore(self, images: Tensor) -> Tensor:
-        """Return pixels in [0, 1] from normalised images, to be looked at."""
+        """Return pixels in [0, 1] from normalised images, for display."""
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         return (images.cpu() * std[:, None, None] + mean[:, None, None]).clamp(0, 1)
 
@@ -80,15 +80,15 @@ class ImageFormat:
 def decode(image: Image, format: ImageFormat) -> npt.NDArray[np.uint8]:
     """Return the pixels of an image, (channels, size, size).
 
-    It is turned upright as its camera noted, converted to grey or RGB, cut to the largest centred
-    square and resized bilinearly, with smoothing where it shrinks. That is the same as resizing
-    the short side and cropping the centre, without the pixels that would be thrown away.
+    It is rotated upright by its EXIF orientation, converted to grey or RGB, cropped to the centred
+    square and resized bilinearly, with antialiasing. That equals resizing the short side and
+    cropping the centre, without the pixels that would be discarded.
     """
     pil, operations = require("PIL.Image"), require("PIL.ImageOps")
     image = operations.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16 bits of grey, which convert() would clip at 255
+    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
         image = pil.fromarray((np.asarray(image) // 257).clip(0, 255).astype(np.uint8))
-    if image.mode == "F":  # convert() would cut values in [0, 1] down to black
+    if image.mode == "F":  # convert() would truncate values in [0, 1] to black
         image = pil.fromarray(_bytes(np.asarray(image)))
     if image.mode == "P" and "transparency" in image.info:  # a direct conversion warns
         image = image.convert("RGBA")

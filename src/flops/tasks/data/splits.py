@@ -1,4 +1,4 @@
-"""Splits: what a training loop asks of data, kept decoded in memory or decoded at every access."""
+"""Splits of image data: decoded in memory, or decoded at every access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Rows = npt.NDArray[np.int64]
 
-# What folders, files and columns call the three splits.
+# Names of the three splits in folders, files and columns.
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
@@ -29,7 +29,7 @@ SPLIT_WORDS = {
 
 
 class ImageSplit(Protocol):
-    """Points of a data set: their number and what a row holds never change."""
+    """Points of a data set, fixed in number and order."""
 
     @property
     def labels(self) -> Tensor:
@@ -43,21 +43,21 @@ class ImageSplit(Protocol):
 
 
 class Pictures(Protocol):
-    """Image files, wherever they are."""
+    """A source of image files."""
 
     def open(self, row: int) -> Image:
-        """Open one, to be closed by the caller."""
+        """Open an image, to be closed by the caller."""
 
     def name(self, row: int) -> str:
-        """Say which one it is, for messages."""
+        """Name of an image, for messages."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Images that are not decoded yet, and their classes."""
+    """Undecoded images and their classes."""
 
     pictures: Pictures
-    rows: Rows  # (N,), places in pictures
+    rows: Rows  # (N,), indices into pictures
     labels: Rows  # (N,), classes
 
     def __len__(self) -> int:
@@ -84,12 +84,12 @@ class Listing:
 
 
 class BrokenImageError(FlopsError, ValueError):
-    """An image is missing, cut off, or no image."""
+    """An image is missing, truncated or invalid."""
 
 
 @dataclass(frozen=True)
 class StoredSplit:
-    """Decoded images in memory; they are resized and normalised as they are asked for."""
+    """Decoded images in memory, resized and normalised at access."""
 
     pixels: Tensor  # (N, 1 or channels, side, side), uint8 or floats in [0, 1]
     labels: Tensor  # (N,), int64
@@ -106,16 +106,16 @@ class StoredSplit:
 
 @dataclass(frozen=True)
 class LazySplit:
-    """Images that are decoded whenever they are asked for.
+    """Images that are decoded at every access.
 
-    A broken image is found only then. The next readable image of its class stands in for it, the
-    same one each time, so that the number of points and their labels stay what they were.
+    An unreadable image is detected only then. It is replaced by the next readable image of its
+    class, always the same one, so that the number of points and their labels do not change.
     """
 
     listing: Listing
     format: ImageFormat
     strict: bool = False
-    stand_ins: dict[int, int] = field(default_factory=dict)  # broken point -> the other point
+    stand_ins: dict[int, int] = field(default_factory=dict)  # unreadable point -> its replacement
 
     def __len__(self) -> int:
         """Number of points."""
@@ -133,7 +133,7 @@ class LazySplit:
             BrokenImageError: An image cannot be read, and the split is strict or has no readable
                 image of the same class.
         """
-        labels = self.labels[rows]  # first: it refuses rows that do not exist
+        labels = self.labels[rows]  # first: raises for rows that do not exist
         points = [row % len(self) for row in rows.tolist()]
         pixels = np.empty((len(points), self.format.channels, *[self.format.size] * 2), np.uint8)
         for place, point in enumerate(points):
@@ -155,8 +155,8 @@ class LazySplit:
                 continue
             if not self.stand_ins:
                 warnings.warn(
-                    f"{broken}: another image of its class stands in for it. Further ones are "
-                    "replaced without a word; strict makes them an error",
+                    f"{broken}: it is replaced by another image of its class. Further ones are "
+                    "replaced silently; strict makes them an error",
                     stacklevel=3,
                 )
             self.stand_ins[point] = other
@@ -170,7 +170,7 @@ def hold_out(labels: Rows, size: int) -> tuple[Rows, Rows]:
     Systematic sampling: shuffle, sort by class, take evenly spaced points. So the size is exact
     and each class is within one point of its share.
     """
-    # numpy guarantees this legacy generator's stream for good, so the splits outlive its versions
+    # numpy guarantees the stream of this legacy generator, so splits do not change with its version
     order = np.random.RandomState(0).permutation(len(labels))
     by_class = labels[order].argsort(kind="stable")
     held = np.zeros(len(labels), dtype=bool)
@@ -181,7 +181,7 @@ def hold_out(labels: Rows, size: int) -> tuple[Rows, Rows]:
 def store(
     listing: Listing, format: ImageFormat, strict: bool = False
 ) -> tuple[StoredSplit, list[BrokenImageError]]:
-    """Decode all images into memory; those that cannot be read are left out and returned.
+    """Decode all images into memory; unreadable ones are skipped and returned.
 
     Raises:
         BrokenImageError: `strict`, and an image cannot be read.

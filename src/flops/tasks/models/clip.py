@@ -1,11 +1,11 @@
-"""A frozen CLIP that is steered by prompt vectors: a prefix of its texts, a suffix of its images.
+"""A frozen CLIP with prompt vectors: a prefix of its texts, a suffix of its images.
 
     text:  [BOS, p_1 .. p_m, class text, EOS]      image:  [CLS, patches, p_1 .. p_m]
     logits_c = exp(logit_scale) <image features, text features of class c>
 
-Prompt vectors stand beside token and patch embeddings, before anything of the encoder. The text
-prefix gets the position embeddings of its positions, and what follows it moves on; the image suffix
-gets none, since the position embeddings of images end with the patches.
+Prompt vectors are concatenated with token and patch embeddings, at the input of the encoder. The
+text prefix gets the position embeddings of its positions, and the text after it is shifted; the
+image suffix gets none, since the position embeddings of images end with the patches.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ TEMPLATE = "a photo of a {}."
 class PromptedClip:
     """A frozen `transformers.CLIPModel` with its class texts tokenised once.
 
-    All methods are differentiable in the prompts. Rows do not depend on each other, up to rounding:
-    a matrix product may sum in another order for another number of rows, place or thread.
+    All methods are differentiable in the prompts. Rows are independent up to rounding: the order of
+    summation in a matrix product may depend on the number of rows, the position and the thread.
     `flops serve` pads batches to fixed sizes for which it has measured that no bit changes.
 
     Attributes:
-        model: The CLIP, in evaluation mode, without gradients of its own.
+        model: The CLIP, frozen, in evaluation mode.
         classes: Names of the C classes.
-        format: The images it reads.
+        format: Its image format.
         text_width: Width of a text prompt vector.
         image_width: Width of an image prompt vector.
-        text_limit: Text prompt vectors that leave room for the longest class text.
+        text_limit: Largest number of text prompt vectors, given the longest class text.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PromptedClip:
 
         Args:
             model: Any `CLIPModel`; it is frozen and put into evaluation mode.
-            format: The images it reads.
+            format: Its image format.
             classes: Names of the classes.
             tokens: The token ids of each class text, [BOS, .., EOS] without padding.
         """
@@ -85,13 +85,13 @@ class PromptedClip:
             model: "tiny-clip", which ships with the package; the path of a folder with a
                 `CLIPModel` and its tokenizer, as `save_pretrained` writes them; or a Hugging Face
                 id such as "openai/clip-vit-base-patch32".
-            classes: Names of the classes; None is those of the bundled model.
+            classes: Names of the classes; None for those of the bundled model.
             template: Class text with {} for the name. "{}" is the bare name.
 
         Raises:
             ImportError: transformers is not installed.
             OSError: There is no such model, or the hub cannot be reached.
-            ClipError: It is no CLIP, has no tokenizer, or the class texts do not fit it.
+            ClipError: It is not a CLIP, has no tokenizer, or the class texts do not fit it.
         """
         if "{}" not in template:
             raise ClipError(f"the template needs {{}} where the class name goes, got {template!r}")
@@ -113,7 +113,7 @@ class PromptedClip:
         return self.format.size
 
     def digest(self) -> str:
-        """What tells these weights, this preprocessing and these class texts from others."""
+        """Hash of weights, preprocessing and class texts."""
         mark = hashlib.sha256(repr((self.classes, self.format, self._tokens.tolist())).encode())
         for name, value in sorted(self.model.state_dict().items()):
             mark.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -123,8 +123,8 @@ class PromptedClip:
     def prepare(self, pixels: Tensor) -> Tensor:
         """Return images as the model reads them, (N, channels, S, S) in float32.
 
-        They are cut to the largest centred square, resized bilinearly and normalised; grey images
-        serve a model of three channels too.
+        They are cropped to the centred square, resized bilinearly and normalised; grey images are
+        expanded for a model of three channels.
 
         Args:
             pixels: (N, H, W) or (N, H, W, channels), uint8.
@@ -144,11 +144,11 @@ class PromptedClip:
         return self.format.prepare(square).expand(-1, self.channels, -1, -1)
 
     def text_features(self, prompts: Tensor) -> Tensor:
-        """Return the features of all class texts behind each prefix, (P, C, E), of length 1.
+        """Return the features of all class texts after each prefix, (P, C, E), normalised.
 
-        The encoder is causal, so what all texts begin with is encoded once: one sequence holds
-        [BOS, prefix, common words, rest of class 1, rest of class 2, ..], each rest with the
-        positions it would have alone, seeing itself and what is common.
+        The encoder is causal, so the common beginning of all texts is encoded once: one sequence
+        holds [BOS, prefix, common words, rest of class 1, rest of class 2, ..]. Each rest has the
+        positions it would have alone, and attends to itself and the common part.
 
         Args:
             prompts: (P, m, text_width); m = 0 encodes the bare class texts.
@@ -171,7 +171,7 @@ class PromptedClip:
         return F.normalize(self.model.text_projection(ends), dim=-1)
 
     def image_features(self, images: Tensor, prompts: Tensor) -> Tensor:
-        """Return the features of images, each with its own suffix, (Q, E), of length 1.
+        """Return the features of images, each with its own suffix, (Q, E), normalised.
 
         Args:
             images: (Q, channels, S, S), from `prepare`.
@@ -186,7 +186,7 @@ class PromptedClip:
         states = torch.cat([encoder.embeddings(images), prompts], dim=1)
         states = encoder.encoder(encoder.pre_layrnorm(states)).last_hidden_state
         first = encoder.post_layernorm(states[:, 0])  # (Q, width)
-        # A product for each row: in one of all rows, some kernels round the last rows differently.
+        # A product per row: in a product of all rows, some kernels round the last rows differently.
         weight = self.model.visual_projection.weight.t().expand(len(first), -1, -1)
         return F.normalize(torch.bmm(first.unsqueeze(1), weight).squeeze(1), dim=-1)
 
@@ -199,7 +199,7 @@ class PromptedClip:
         return scale * (image.unsqueeze(1) * text).sum(-1)
 
     def _pack(self, texts: list[list[int]]) -> None:
-        """Lay out the class texts in one sequence, with what they begin with only once."""
+        """Lay out the class texts in one sequence, with their common beginning only once."""
         shortest = min(map(len, texts)) - 1  # EOS stays with its class
         differs = (i for i in range(shortest) if len({text[i] for text in texts}) > 1)
         common = next(differs, shortest)
@@ -214,7 +214,7 @@ class PromptedClip:
         self._owners, self._ends = torch.tensor(owners), torch.tensor(ends)
 
     def _mask(self, count: int) -> Tensor:
-        """Return what is added to attention: 0 for what a token sees, else the least float."""
+        """Return the additive attention mask: 0 where a token attends, else the smallest float."""
         owners = torch.cat([self._owners.new_full((count,), -1), self._owners])
         sees = (owners == -1) | (owners == owners[:, None])  # (query, key)
         mask = torch.zeros(sees.shape).masked_fill(~sees.tril(), torch.finfo(torch.float32).min)
@@ -241,16 +241,16 @@ def _tokenise(texts: list[str], tokenizer: Any, config: Any) -> list[list[int]]:
     """Return [BOS, .., EOS] of each text, all of whose tokens the model knows."""
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     if start is None or end is None:
-        raise ClipError("the model's tokenizer has no start and end of text, as CLIP's has")
+        raise ClipError("the tokenizer has no start-of-text and end-of-text tokens, as CLIP's has")
     found = []
-    # without its files, transformers makes a tokenizer that knows no word
+    # without its files, transformers makes an empty tokenizer
     known = set(range(config.vocab_size)) - {tokenizer.unk_token_id, start, end}
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not known.issuperset(ids):
             raise ClipError(
-                f"the model's tokenizer does not know all of {text!r}: name the classes in its "
-                "words, or put the tokenizer's files beside the model"
+                f"the model's tokenizer does not know all words of {text!r}: use class names from "
+                "its vocabulary, or put the tokenizer's files beside the model"
             )
         found.append([start, *ids, end])
     return found

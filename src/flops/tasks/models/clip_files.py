@@ -1,4 +1,4 @@
-"""A CLIP from the package, a folder or the Hugging Face hub, with its tokenizer."""
+"""Load a CLIP and its tokenizer from the package, a folder or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flops.tasks.data.pixels import ImageFormat
 from flops.tasks.models.vit import _format, _preprocessor
 
 BUNDLED = "tiny-clip"
-# Explicit matrix products, one for each sequence and head: each sees its own sequence alone, so the
-# bits of a result do not depend on the batch around it. No slower than fused attention here.
+# Explicit matrix products, one for each sequence and head, so that the bits of a result do not
+# depend on the rest of the batch. No slower than fused attention here.
 ATTENTION = "eager"
 
 
@@ -25,7 +25,7 @@ class ClipError(FlopsError, ValueError):
 
 
 def load_clip(model: str) -> tuple[Any, Any, ImageFormat]:
-    """Return a `CLIPModel` in float32, its tokenizer, and the images it reads.
+    """Return a `CLIPModel` in float32, its tokenizer and its image format.
 
     Args:
         model: "tiny-clip", the path of a folder, or a Hugging Face id.
@@ -33,7 +33,7 @@ def load_clip(model: str) -> tuple[Any, Any, ImageFormat]:
     Raises:
         ImportError: transformers is not installed.
         OSError: There is no such model, or the hub cannot be reached.
-        ClipError: It is no CLIP, or has no tokenizer.
+        ClipError: It is not a CLIP, or has no tokenizer.
     """
     with ExitStack() as stack:
         source = model
@@ -43,21 +43,21 @@ def load_clip(model: str) -> tuple[Any, Any, ImageFormat]:
         found, tokenizer = _load(source)
         try:
             format = _format(found.config.vision_config, _preprocessor(source))
-        except Exception as error:  # whatever JSON may hold
+        except Exception as error:  # any JSON value
             raise ClipError(
                 f"the preprocessor_config.json of {model} cannot be used ({_reason(error)}): "
-                "save it again, or remove it for the usual values"
+                "save it again, or remove it to use the defaults"
             ) from error
         return found, tokenizer, format
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, which may have many or none."""
+    """The first line of an error message, or the name of the error."""
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def _load(source: str) -> tuple[Any, Any]:
-    """Load quietly, without touching the random state, and say what to do if it fails."""
+    """Load quietly, without touching the random state; failures say what to do."""
     transformers, path = require("transformers"), Path(source).expanduser()
     allowed = (
         f"{BUNDLED!r}, the path of a folder with a CLIPModel and its tokenizer (as save_pretrained "
@@ -68,7 +68,7 @@ def _load(source: str) -> tuple[Any, Any]:
         raise FileNotFoundError(f"no model in {source!r}: give {allowed}")
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # what is missing we check
+    logging.set_verbosity_error()  # missing weights are checked below
     if local:
         source = str(path)
         logging.disable_progress_bar()
@@ -77,7 +77,7 @@ def _load(source: str) -> tuple[Any, Any]:
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
             if config.model_type != "clip":
                 raise ClipError(
-                    f"{source} holds a {config.model_type} model, no CLIP: give {allowed}"
+                    f"{source} holds a {config.model_type} model, not a CLIP: give {allowed}"
                 )
             model, report = transformers.CLIPModel.from_pretrained(
                 source,
@@ -92,7 +92,7 @@ def _load(source: str) -> tuple[Any, Any]:
         raise OSError(f"no CLIP in {source!r} ({_reason(error)}): give {allowed}") from error
     except (ClipError, ImportError):
         raise
-    except Exception as error:  # damaged files raise what their parsers like, also bare exceptions
+    except Exception as error:  # parsers of damaged files raise anything
         raise ClipError(
             f"{source} does not load as a CLIP ({_reason(error)}): give {allowed}"
         ) from error

@@ -1,8 +1,8 @@
-"""Models of strangers: their files are data, and never run as code.
+"""Untrusted models: their files are data and are never run as code.
 
-Every call that loads one says `trust_remote_code=False`, and takes weights from safetensors (or
-GGUF) files, since the older format is pickle, which can run code. What is left are attention
-kernels, which a configuration may name for transformers to download and run.
+Every call that loads one passes `trust_remote_code=False` and reads weights from safetensors (or
+GGUF) files, since the older format is pickle, which can run code. That leaves attention kernels,
+which a configuration may name for transformers to download and run.
 """
 
 from __future__ import annotations
@@ -11,52 +11,52 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def refuse_kernels(config: Any) -> None:
-    """Refuse a configuration that names code on the hub for its attention.
+def check_no_kernels(config: Any) -> None:
+    """Refuse a configuration that names an attention kernel on the hub.
 
     Args:
-        config: As transformers read it.
+        config: As read by transformers.
 
     Raises:
-        ValueError: It, or a part of it, does.
+        ValueError: It, or a part of it, names one.
     """
     for name, value in list(vars(config).items()):
         if name.endswith("_implementation_internal") and "/" in str(value):
             raise ValueError(
-                f"its config.json asks for the kernel {value!r} of the hub, which is code, and no "
-                f"code of a model is ever run: remove {name.removesuffix('_internal').strip('_')}"
+                f"its config.json names the hub kernel {value!r}, which is code, and code of a "
+                f"model is never run: remove {name.removesuffix('_internal').strip('_')}"
             )
-        if hasattr(value, "model_type"):  # a part, as that of CLIP for images
-            refuse_kernels(value)
+        if hasattr(value, "model_type"):  # a part, such as the image encoder of CLIP
+            check_no_kernels(value)
 
 
-def refuse_lost_weights(report: Mapping[str, Any], unused: tuple[str, ...] = ()) -> None:
-    """Refuse a model some of whose weights were not in its files, and are random now.
+def check_all_weights_loaded(report: Mapping[str, Any], unused: tuple[str, ...] = ()) -> None:
+    """Refuse a model with weights that were not in its files, and so are random.
 
     Args:
-        report: What transformers says of loading.
-        unused: How the names of weights begin that are not needed.
+        report: Loading info of transformers.
+        unused: Prefixes of weights that are not needed.
 
     Raises:
-        ValueError: Weights are missing, or have another shape.
+        ValueError: Weights are missing or have another shape.
     """
     lost = sorted(name for name in report["missing_keys"] if not name.startswith(unused))
     if lost := [*lost, *map(str, report["mismatched_keys"])]:
         raise ValueError(f"its weights do not fit its configuration, such as {', '.join(lost[:3])}")
 
 
-def why(error: BaseException) -> str:
-    """What was wrong with a model's files, in a line, with advice that can be followed."""
+def explain(error: BaseException) -> str:
+    """One line about the problem with a model's files and what to do about it."""
     text = str(error)
     if "trust_remote_code" in text or "custom code" in text:
         return (
-            "it wants to run Python code of its own (`auto_map` in a configuration), and no code of"
-            " a model is ever run: take one whose architecture is part of transformers"
+            "it needs its own Python code (`auto_map` in a configuration), and code of a model is "
+            "never run: use one whose architecture is part of transformers"
         )
     if "safetensors" in text and "no file named" in text:
         return (
-            "there are no weights in the safetensors format, and those in pickle's (.bin, .pt) are "
-            "not read, since they can run code: convert them with save_pretrained"
+            "there are no weights in the safetensors format, and pickled ones (.bin, .pt) are not "
+            "read, since they can run code: convert them with save_pretrained"
         )
     if isinstance(error, RecursionError):
         return "a JSON file in it is nested too deeply"

@@ -18,9 +18,9 @@ from flops.optional import require
 from flops.storage.plain import parse_object
 from flops.tasks.data.images import BUNDLED_FORMAT
 from flops.tasks.data.pixels import ImageFormat
-from flops.tasks.models.untrusted import refuse_kernels, why
+from flops.tasks.models.untrusted import check_no_kernels, explain
 
-# Sizes of the paper's two models; transformers' defaults are the rest (224 pixels, patches of 16).
+# Sizes of the paper's two models; the rest is transformers' defaults (224 pixels, patches of 16).
 PRESETS: dict[str, dict[str, int]] = {
     "vit-base": {
         "hidden_size": 768,
@@ -73,10 +73,10 @@ def bundled_vit(classes: int = 10, *, seed: int = 0, pretrained_head: bool = Fal
     transformers = require("transformers")
     asset = importlib.resources.files("flops.tasks") / "assets" / "tiny-vit"
     logging = transformers.utils.logging
-    # devices=[]: all of it runs on the CPU, and saving CUDA's random state would start CUDA
+    # devices=[]: it runs on the CPU, and saving CUDA's random state would initialise CUDA
     with ExitStack() as stack, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         folder = stack.enter_context(importlib.resources.as_file(asset))
-        if logging.is_progress_bar_enabled():  # one megabyte needs none
+        if logging.is_progress_bar_enabled():  # the file has one megabyte
             stack.callback(logging.enable_progress_bar)
             logging.disable_progress_bar()
         model = transformers.ViTForImageClassification.from_pretrained(
@@ -93,7 +93,9 @@ def bundled_vit(classes: int = 10, *, seed: int = 0, pretrained_head: bool = Fal
             nn.init.normal_(head.weight, std=0.02, generator=generator)
             nn.init.zeros_(head.bias)
             model.classifier, model.num_labels = head.eval(), classes
-            model.config.id2label = {i: f"LABEL_{i}" for i in range(classes)}  # no garments' names
+            model.config.id2label = {
+                i: f"LABEL_{i}" for i in range(classes)
+            }  # not the names of garments
             model.config.label2id = {name: i for i, name in model.config.id2label.items()}
     return model
 
@@ -110,18 +112,18 @@ def load_model(
         classes: Number of outputs of the head.
         seed: Draws the fresh head, weights from N(0, 0.02^2) and biases zero, and any random
             weights. The global random state is left untouched.
-        head: "kept" keeps the model's own head, to go on with a model that knows its classes.
+        head: "kept" keeps the model's own head, to continue with a model trained on these classes.
 
     Returns:
-        The model, and the images it expects: its size and channels from its configuration, the
-        normalisation from its preprocessor's, or mean and std 0.5 if it has none.
+        The model and its image format: size and channels from its configuration, normalisation
+        from its preprocessor's, or mean and std 0.5 if it has none.
 
     Raises:
         ImportError: transformers is not installed.
         OSError: The model is not there, or the hub cannot be reached.
-        ValueError: It is no vision transformer with a classification head, its weights do not fit
-            its configuration, `classes` is not positive, or its own head has another number of
-            classes or is missing.
+        ValueError: It is not a vision transformer with a classification head, its weights do not
+            fit its configuration, `classes` is not positive, or a kept head is missing or has
+            another number of classes.
     """
     if classes < 1:
         raise ValueError(f"classes must be >= 1, got {classes}")
@@ -137,7 +139,7 @@ def load_model(
         return made, _format(made.config, {})
     with _loading(model) as (transformers, source):
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        refuse_kernels(config)
+        check_no_kernels(config)
         found, report = transformers.AutoModelForImageClassification.from_pretrained(
             source,
             config=config,
@@ -147,7 +149,7 @@ def load_model(
             attn_implementation="sdpa",
             output_loading_info=True,
         )
-    parts(found)  # refuses other models
+    parts(found)  # raises for other models
     lost = sorted(key for key in report["missing_keys"] if not key.startswith("classifier."))
     if lost or report["mismatched_keys"]:
         names = ", ".join([*lost, *map(str, report["mismatched_keys"])][:3])
@@ -155,19 +157,19 @@ def load_model(
     if not keep:
         _replace_head(found, classes, seed)
     elif any(key.startswith("classifier.") for key in report["missing_keys"]):
-        raise ValueError(f"{model} comes without a classification head: use a fresh one")
+        raise ValueError(f"{model} has no classification head to keep: use a fresh one")
     elif found.config.num_labels != classes:
         raise _other_head(model, found.config.num_labels, classes)
     return found.eval(), _format(found.config, _preprocessor(model))
 
 
 def image_format(model: str = "bundled") -> ImageFormat:
-    """Return the images a model expects, without loading its weights.
+    """Return the image format of a model, without loading its weights.
 
     Raises:
         ImportError: transformers is not installed.
         OSError: The model is not there, or the hub cannot be reached.
-        ValueError: It is not a model of square images of one or three channels.
+        ValueError: Its images are not square, or have neither one nor three channels.
     """
     if model == "bundled":
         return BUNDLED_FORMAT
@@ -175,13 +177,13 @@ def image_format(model: str = "bundled") -> ImageFormat:
         return _format(_random_config(model.removeprefix("random:")), {})
     with _loading(model) as (transformers, source):
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        refuse_kernels(config)
-    # CLIP and its like have two parts, one of which reads images.
+        check_no_kernels(config)
+    # CLIP-like models have two parts, one for images.
     return _format(getattr(config, "vision_config", config), _preprocessor(model))
 
 
 def random_vit(preset: str = "vit-base", classes: int = 10, *, seed: int = 0) -> Any:
-    """Make a vision transformer of one of the paper's sizes with random weights, for measurements.
+    """Make a vision transformer of one of the paper's sizes with random weights, for benchmarks.
 
     Args:
         preset: "vit-base" (86 million parameters) or "vit-large" (303 million), 224 pixels.
@@ -204,7 +206,7 @@ def parts(model: nn.Module) -> Parts:
     """Return the pieces of a vision transformer of transformers: ViT, DeiT, DINOv2 and the like.
 
     Raises:
-        ValueError: It has no embeddings, list of layers, last norm and head where those have them.
+        ValueError: Embeddings, layers, last norm or head are not where those models have them.
     """
     inner = getattr(model, str(getattr(model, "base_model_prefix", "")) or "vit", None)
     encoder = getattr(inner, "encoder", None)
@@ -218,7 +220,7 @@ def parts(model: nn.Module) -> Parts:
     missing = [name for name, piece in pieces.items() if not isinstance(piece, nn.Module)]
     if missing or not layers:
         raise ValueError(
-            f"a {type(model).__name__} is no vision transformer as transformers builds it: no "
+            f"a {type(model).__name__} is not a vision transformer of transformers: no "
             f"{', '.join(missing) or 'layers'}. Models with vit.embeddings, vit.layers (or "
             "vit.encoder.layer), vit.layernorm and classifier work; for others, give groups of "
             "modules to ForwardGradient"
@@ -228,7 +230,7 @@ def parts(model: nn.Module) -> Parts:
 
 def _other_head(model: str, has: int, classes: int) -> ValueError:
     return ValueError(
-        f"the head of {model} has {has} classes and the data have {classes}: use a fresh head"
+        f"the head of {model} has {has} classes, the data {classes}: use a fresh head"
     )
 
 
@@ -244,18 +246,20 @@ def _random_config(preset: str) -> Any:
 
 def _replace_head(model: Any, classes: int, seed: int) -> None:
     width = getattr(model.classifier, "in_features", model.config.hidden_size)
-    # skip_init: the layer's own draw would move the global random state
+    # skip_init: the layer's initialisation would advance the global random state
     head = nn.utils.skip_init(nn.Linear, width, classes, device="cpu", dtype=torch.float32)
     nn.init.normal_(head.weight, std=0.02, generator=torch.Generator().manual_seed(seed))
     nn.init.zeros_(head.bias)
     model.classifier, model.num_labels = head.eval(), classes
-    model.config.id2label = {i: f"LABEL_{i}" for i in range(classes)}  # not the old classes' names
+    model.config.id2label = {
+        i: f"LABEL_{i}" for i in range(classes)
+    }  # not the names of the old classes
     model.config.label2id = {name: i for i, name in model.config.id2label.items()}
 
 
 @contextmanager
 def _loading(model: str) -> Iterator[tuple[Any, str]]:
-    """Load quietly, without touching the random state, and say what to do if it fails."""
+    """Load quietly, without touching the random state; failures say what to do."""
     transformers, path = require("transformers"), Path(model).expanduser()
     if not path.is_dir() and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
         raise FileNotFoundError(f"no model {model!r}: give {_ALLOWED}")
@@ -265,7 +269,7 @@ def _loading(model: str) -> Iterator[tuple[Any, str]]:
         )
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # a missing head is expected, and what else is missing we check
+    logging.set_verbosity_error()  # a missing head is expected; other missing weights are checked
     if path.is_dir():
         logging.disable_progress_bar()
     try:
@@ -275,9 +279,9 @@ def _loading(model: str) -> Iterator[tuple[Any, str]]:
         raise
     except OSError as error:
         where = f"in {path}" if path.is_dir() else f"{model!r} on the Hugging Face hub"
-        raise OSError(f"no model {where} ({why(error)}). Give {_ALLOWED}") from error
-    except Exception as error:  # of a broken file, transformers lets through whatever comes
-        text = f"{model} does not load as an image classifier ({why(error)})"
+        raise OSError(f"no model {where} ({explain(error)}). Give {_ALLOWED}") from error
+    except Exception as error:  # for broken files, transformers raises anything
+        text = f"{model} does not load as an image classifier ({explain(error)})"
         raise ValueError(text) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -286,7 +290,7 @@ def _loading(model: str) -> Iterator[tuple[Any, str]]:
 
 
 def _preprocessor(model: str) -> dict[str, Any]:
-    """Return the preprocessor's configuration, empty if there is none."""
+    """Return the preprocessor's configuration; empty if there is none."""
     path = Path(model).expanduser()
     if path.is_dir():
         file = path / "preprocessor_config.json"
@@ -298,20 +302,22 @@ def _preprocessor(model: str) -> dict[str, Any]:
     mixin = require("transformers.image_processing_base").ImageProcessingMixin
     try:
         return dict(mixin.get_image_processor_dict(model)[0])
-    except OSError:  # the model came, so the hub was there
+    except OSError:  # the model was loaded, so the hub is reachable
         return {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the preprocessor of {model} cannot be used ({why(error)})") from error
+        raise ValueError(
+            f"the preprocessor of {model} cannot be used ({explain(error)})"
+        ) from error
 
 
 def _format(config: Any, preprocessor: dict[str, Any]) -> ImageFormat:
-    """Return what the model reads; its own size counts, since its position embeddings need it."""
+    """Return the image format; the size is the model's, which its position embeddings need."""
     try:
         return _image_format(config, preprocessor)
     except (TypeError, AttributeError, OverflowError, ArithmeticError) as error:
         raise ValueError(
             "the model's config.json or preprocessor_config.json has no usable image_size, "
-            f"num_channels, rescale_factor, image_mean or image_std ({why(error)})"
+            f"num_channels, rescale_factor, image_mean or image_std ({explain(error)})"
         ) from error
 
 

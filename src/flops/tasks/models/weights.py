@@ -1,4 +1,4 @@
-"""What tells the contents of a model folder from others, and the classes that a kept head knows."""
+"""Hashes of model folders, and a check of the classes of a kept head."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import nn
 
 
 def weights_digest(model: str) -> str:
-    """What tells the contents of a model folder from others; empty for what is no folder."""
+    """Hash of the contents of a model folder; empty if it is not a folder."""
     folder = Path(model).expanduser()
     if not model or not (folder / "config.json").is_file():
         return ""
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    files = [file for file in files if file.is_file()]  # a pipe would never end
+    files = [file for file in files if file.is_file()]  # reading a pipe would block
     return _digest(tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files))
 
 
-@lru_cache  # of files that have not changed
+@lru_cache  # the key changes with the files
 def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
     mark = hashlib.sha256()
     for name, _, _ in files:
@@ -33,13 +33,13 @@ def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def warn_of_other_classes(model: nn.Module, classes: Sequence[str]) -> None:
-    """Say so if a kept head names other classes than the data, or in another order."""
+    """Warn if a kept head has other classes than the data, or in another order."""
     config: Any = model.config
     names = [str(config.id2label.get(i, "")) for i in range(len(classes))]
     unnamed = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
     if not unnamed and names != list(classes):
         warnings.warn(
-            f"the head that is kept has the classes {', '.join(names[:5])}, ... and the data have "
-            f"{', '.join(classes[:5])}, ...; keep it only if these mean the same, in this order",
+            f"the kept head has the classes {', '.join(names[:5])}, ... and the data have "
+            f"{', '.join(classes[:5])}, ...; keep it only if they correspond in this order",
             stacklevel=3,
         )

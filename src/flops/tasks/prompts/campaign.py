@@ -1,7 +1,7 @@
 """All runs of `flops tune`: step sizes on the first seed, then the other seeds with the best one.
 
-Runs share nothing but the data; each has a journal of its own, and each worker a service of its own
-unless a url is given.
+Runs share only the data; each has its own journal, and each worker its own service unless a url is
+given.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from flops.tasks.prompts.prompt import PromptSpace, upload
 from flops.tasks.prompts.report import differences, plot, table
 from flops.tasks.prompts.run import Backend, RunSettings, tune
 
-ATTEMPTS = 40  # some three minutes: long enough for a service to restart
+ATTEMPTS = 40  # about three minutes: long enough for a service to restart
 
 
 def run_campaign(config: TuneConfig, console: Console) -> None:
-    """All runs of `flops tune`; prints and writes results, table and plot.
+    """Run `flops tune`; print and write results, table and plot.
 
     Args:
-        config: Checked, with the preset filled in.
+        config: Validated, with the preset filled in.
         console: Shows progress and tables.
     """
     if config.url is not None:
@@ -58,7 +58,7 @@ def run_campaign(config: TuneConfig, console: Console) -> None:
             console.print(sheet.table())
     try:
         shown = plot(config.output, results)
-        console.print(f"the plot is {shown}", markup=False, soft_wrap=True)
+        console.print(f"plot: {shown}", markup=False, soft_wrap=True)
     except ImportError as error:
         console.print(f"no plot was drawn: {error}", markup=False)
     console.print(f"results are in {config.output}", markup=False, soft_wrap=True)
@@ -66,7 +66,7 @@ def run_campaign(config: TuneConfig, console: Console) -> None:
 
 @dataclass
 class Campaign:
-    """Runs what the settings of `flops tune` ask for."""
+    """All runs of one `flops tune` command."""
 
     config: TuneConfig
     console: Console
@@ -85,7 +85,7 @@ class Campaign:
                 try:
                     return list(pool.map(lambda job: self._one(job, workers, bars), jobs))
                 except BaseException:
-                    self._stopped.set()  # the other runs stop after their next answer
+                    self._stopped.set()  # the other runs stop after their next response
                     raise
 
             swept = all_of([(m, s, 0) for m in methods for s in self._sizes(m)])
@@ -98,7 +98,7 @@ class Campaign:
                     (m, best[m]["step_size"], seed)
                     for seed in range(1, config.seeds)
                     for m in methods
-                    if m != "manual"  # there is nothing random in it
+                    if m != "manual"  # deterministic
                 ]
             )
         for result in swept:
@@ -116,8 +116,8 @@ class Campaign:
         bars: Progress,
     ) -> dict[str, Any]:
         method, size, seed = job
-        # A setting of each thread. Candidates follow from the tuner's own arithmetic, whose last
-        # bits must not change when a run continues with other workers or on other cores.
+        # Set per thread. Candidates depend on the tuner's arithmetic, whose rounding must not
+        # change when a run continues with other workers or on other cores.
         torch.set_num_threads(self._threads if method == "bp" else 1)
         name = method if method == "manual" else f"{method}-{size:g}-seed{seed}"
         worker = workers.get()
@@ -165,7 +165,7 @@ class Campaign:
         config = self.config
         assert config.sigma is not None
         assert config.queries is not None
-        size = 0.0 if method == "manual" else size  # it takes no step
+        size = 0.0 if method == "manual" else size  # takes no step
         return Recipe(method, size, config.sigma, config.queries, config.batch, seed)
 
     def _settings(self, backend: Backend, seed: int) -> RunSettings:
@@ -217,7 +217,7 @@ class Campaign:
             if url is None:
                 url = stack.enter_context(self._service(number)).url
             key = config.api_key()
-            with ServiceClient(url, key, config.timeout) as first:  # a wrong url fails soon
+            with ServiceClient(url, key, config.timeout) as first:  # a wrong url fails early
                 info = first.info()
             client = stack.enter_context(
                 ServiceClient(url, key, config.timeout, config.concurrency, ATTEMPTS)
@@ -255,5 +255,5 @@ class Campaign:
             atomic_write(listed, "\n".join(names) + "\n")
             given += ["--classes", str(listed)]
         ledger = config.output / f"service-{number}" / "ledger.sqlite"
-        self.console.print(f"starting a service of {config.model}", markup=False, highlight=False)
+        self.console.print(f"starting a service with {config.model}", markup=False, highlight=False)
         return LocalService(Path(ledger), given)

@@ -1,4 +1,4 @@
-"""Settings of `flops tune`."""
+"""Configuration of `flops tune`."""
 
 from __future__ import annotations
 
@@ -23,66 +23,66 @@ class TuneConfig:
     if the command starts the service, bp. All: manual, bp, lr, ops-lr, spsa, ops-spsa,
     shaped-lr, cma-es."""
     preset: Literal["tiny", "paper"] = "tiny"
-    """Sizes that go together: tiny for the bundled model, or those of the paper (10 image and 12
-    text prompt vectors of 500 dimensions each, 60 queries, learning rate 1e-4, 50 epochs). Options
-    given explicitly override them."""
+    """Sizes: tiny for the bundled model, or those of the paper (10 image and 12 text prompt
+    vectors of 500 dimensions each, 60 queries, learning rate 1e-4, 50 epochs). Options given
+    explicitly override them."""
     seeds: int = 1
-    """Runs of each method."""
+    """Number of seeds per method."""
     step_sizes: tuple[float, ...] | None = None
-    """Learning rates to choose from on the first seed; for cma-es first standard deviations."""
+    """Learning rates to choose from on the first seed; for cma-es initial standard deviations."""
     sigma: float | None = None
-    """Noise scale, where the prompts' numbers start as N(0, 0.3^2)."""
+    """Noise scale; parameters are initialised as N(0, 0.3^2)."""
     queries: float | None = None
     """Mean queries per point and step."""
     batch: int = 64
-    """Points of a step."""
+    """Points per step."""
     epochs: int | None = None
-    """At most."""
+    """Largest number of epochs."""
     patience: int = 10
-    """Epochs without a better validation loss after which a run stops; 0 for never."""
+    """Stop after this many epochs without a better validation loss; 0 never stops early."""
     budget: int | None = None
-    """Most queries of a run, validation and test included: a hard cap. None is what the epochs
-    take."""
+    """Hard cap on the queries of a run, validation and test included; None for no limit but the
+    epochs."""
     price: float | None = None
-    """Price of 1,000 queries, in whatever money; adds a column."""
+    """Price of 1,000 queries, in any currency; adds a column."""
     text_tokens: int = 12
-    """Prompt vectors before the class text."""
+    """Text prompt vectors, before the class text."""
     image_tokens: int = 10
-    """Prompt vectors behind the patches."""
+    """Image prompt vectors, after the patches."""
     dimensions: int | None = None
-    """d_T + d_I: half of them are the numbers of a text prompt vector, half of an image one."""
+    """d_T + d_I: half are parameters of a text prompt vector, half of an image prompt vector."""
     single: bool = False
-    """One vector of numbers for each modality, `dimensions` in all, instead of one for each
-    prompt vector."""
+    """One parameter vector per modality, `dimensions` in total, instead of one per prompt
+    vector."""
     shots: int = 16
-    """Training images of a class."""
+    """Training images per class."""
     data: str = "fashion-shots"
-    """The bundled shots, or what `flops finetune --data` takes."""
+    """The bundled shots, or anything that `flops finetune --data` accepts."""
     model: str = "tiny-clip"
-    """Of the service that is started, and of bp: the bundled one, an id of the hub, or a folder."""
+    """Model of the service that is started, and of bp: bundled, a hub id, or a folder."""
     template: str = "a photo of a {}."
-    """Class text with {} for the name, of the service that is started."""
+    """Class text with {} for the name, for the service that is started."""
     url: str | None = None
     """Address of a running service; None starts one."""
     api_key_env: str | None = None
     """Environment variable with the service's API key."""
     api_key_file: Path | None = None
-    """File with that key, instead."""
+    """File with the service's API key."""
     timeout: float = 60.0
     """Seconds to wait for a response before a retry."""
     concurrency: int = 4
-    """Requests at a time."""
+    """Requests in flight at a time."""
     part: int = 128
-    """Rows of a request."""
+    """Rows per request."""
     workers: int = 1
-    """Runs at a time; without a url each has a service of its own."""
+    """Runs at a time; without a url each worker has its own service."""
     limit: int | None = None
-    """Most test images, for a quick look."""
+    """Largest number of test images, for quick runs."""
     output: Path = Path("runs/tune")
     """Folder of journals, prompts, results and the table."""
 
     def filled(self) -> TuneConfig:
-        """These settings with the preset filled in, checked.
+        """Fill in the preset and validate.
 
         Raises:
             FlopsError: Names the option to change.
@@ -107,7 +107,9 @@ class TuneConfig:
         for name in ("methods", "step_sizes"):
             values_given = getattr(chosen, name)
             if len(set(values_given)) < len(values_given):
-                raise FlopsError(f"--{name.replace('_', '-')} names one twice: {values_given}")
+                raise FlopsError(
+                    f"--{name.replace('_', '-')} contains a value twice: {values_given}"
+                )
         least = {"seeds": 1, "batch": 1, "epochs": 1, "patience": 0, "shots": 1, "part": 1}
         least |= {"concurrency": 1, "workers": 1, "dimensions": 2, "queries": 1}
         least |= {"limit": 1, "budget": 1, "price": 0}
@@ -122,13 +124,13 @@ class TuneConfig:
         if chosen.timeout <= 0:
             raise FlopsError(f"--timeout must be positive, not {chosen.timeout}")
         if not chosen.step_sizes or min(chosen.step_sizes) <= 0:
-            raise FlopsError("--step-sizes must be positive, and there must be one")
+            raise FlopsError("--step-sizes must be one or more positive numbers")
         if chosen.text_tokens + chosen.image_tokens < 1:
-            raise FlopsError("there must be a text or an image prompt vector to tune")
+            raise FlopsError("need at least one text or image prompt vector to tune")
         if chosen.sigma is not None and chosen.sigma <= 0:
             raise FlopsError(f"--sigma must be positive, not {chosen.sigma}")
         return chosen
 
     def api_key(self) -> str | None:
-        """From the environment or a file."""
+        """Read the API key from the environment or a file."""
         return read_key(self.api_key_env, self.api_key_file)

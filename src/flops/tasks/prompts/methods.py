@@ -2,14 +2,14 @@
 
 | name | noise | allocation |
 |---|---|---|
-| manual | none: the class texts as they are, no prompt vectors | |
-| lr | Gaussian, own for every point | equal |
-| ops-lr | the same | Gaussian, the paper's |
-| spsa | signs in pairs, own for every point | equal |
-| ops-spsa | the same | Gaussian |
-| shaped-lr | Gaussian; the Jacobian of the logits is remembered | Gaussian |
-| cma-es | a population, one vector for the batch | |
-| bp | none: backpropagation through a local model, the bound | |
+| manual | none: class texts without prompt vectors | |
+| lr | Gaussian, per point | equal |
+| ops-lr | Gaussian, per point | Gaussian, the paper's |
+| spsa | antithetic Rademacher, per point | equal |
+| ops-spsa | antithetic Rademacher, per point | Gaussian |
+| shaped-lr | Gaussian, with Jacobian memory of the logits | Gaussian |
+| cma-es | a population, each vector shared by the batch | |
+| bp | none: backpropagation through a local model, an upper bound | |
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from flops.tasks.prompts.prompt import LocalObjective
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a method.
+    """Hyperparameters of a method.
 
     Attributes:
-        name: Which one.
-        step_size: Learning rate of Adam; of cma-es its first standard deviation.
-        sigma: Noise scale of the prompts' numbers.
+        name: The method.
+        step_size: Learning rate of Adam; for cma-es the initial standard deviation.
+        sigma: Noise scale.
         queries: Mean queries per point and step.
-        batch: Points of a step.
-        seed: Key of noise and order.
+        batch: Points per step.
+        seed: Seeds the noise and the order of points.
     """
 
     name: TuneMethod
@@ -65,15 +65,15 @@ def stepper(
     local: LocalObjective | None = None,
     outputs: Outputs | None = None,
 ) -> Stepper | None:
-    """What takes the steps of a method; None for the manual prompt.
+    """The optimizer of a method; None for the manual prompt.
 
     Args:
         recipe: The method.
         start: Parameters to start from.
-        points: How many points there are.
-        parts: Of the parameters.
+        points: Number of points.
+        parts: Shapes of the parameters by name.
         local: The model itself, for bp.
-        outputs: What shaped noise reads from the columns.
+        outputs: Outputs in the columns, for shaped noise.
     """
     if recipe.name == "manual":
         return None
@@ -81,7 +81,7 @@ def stepper(
         return CMAES(start, points, sigma=recipe.step_size, batch=recipe.batch, seed=recipe.seed)
     if recipe.name == "bp":
         if local is None:
-            raise FlopsError("bp needs the model itself, not a service: give --model")
+            raise FlopsError("bp needs the model itself, not a service: pass --model")
         return Backpropagation(start, points, local, recipe)
     estimator: LikelihoodRatio | SPSA = SPSA(recipe.sigma)
     if "lr" in recipe.name:
@@ -117,16 +117,16 @@ class Backpropagation(AskTell):
 
     @property
     def parameters(self) -> Tensor:
-        """As they are now."""
+        """Current parameters."""
         return self.theta.detach().clone()
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in which every point comes once."""
+        """Batches per epoch."""
         return self._order.steps_per_epoch
 
     def step_cost(self) -> int:
-        """It evaluates no candidates."""
+        """Zero: it evaluates no candidates."""
         return 0
 
     def stepping(self) -> Work[None]:
@@ -140,7 +140,7 @@ class Backpropagation(AskTell):
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later steps follow from."""
+        """Everything that later steps depend on."""
         return {
             "theta": self.parameters,
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
@@ -148,7 +148,7 @@ class Backpropagation(AskTell):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue from a `state_dict`."""
         with torch.no_grad():
             self.theta.copy_(state["theta"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

@@ -1,4 +1,4 @@
-"""Names of the methods of `flops tune`, apart from what they need: the command line reads them."""
+"""Names of the methods of `flops tune`, importable without their dependencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table, differences and plot of `flops tune`, in the layout of the paper's table of prompts."""
+"""Table, differences and plot of `flops tune`, in the layout of the paper's prompt tuning table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = Mapping[str, Any]
 
 
 def table(results: Sequence[Result], methods: Sequence[str], price: float | None) -> Sheet:
-    """Accuracy and what it took, mean over the seeds."""
+    """Accuracy and cost, mean over the seeds."""
     header = ["method", "accuracy, %", "step size", "queries", "texts", "requests", "retries", "s"]
     header += [] if price is None else ["price"]
     rows = []
@@ -34,22 +34,22 @@ def table(results: Sequence[Result], methods: Sequence[str], price: float | None
         rows.append(cells)
     seeds = max(sum(1 for r in results if r["method"] == m and r["chosen"]) for m in methods)
     note = (
-        "Test images, once, with the prompts that validate best. Queries: rows that were paid for, "
-        "validation and test included; texts: class texts that the service encoded for them; both "
-        "are of the runs shown, not of those that chose step sizes. bp runs a local model."
+        "Test accuracy of the prompts with the best validation loss. Queries: rows charged, "
+        "validation and test included; texts: class texts that the service encoded. Both exclude "
+        "the runs that chose step sizes. bp runs a local model."
     )
     many = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "1 seed"
-    return Sheet(f"Prompts of a black box, {many}", header, rows, note)
+    return Sheet(f"Black-box prompt tuning, {many}", header, rows, note)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean, and the standard deviation if there are several."""
+    """Mean, with the standard deviation if there are several values."""
     mean = statistics.mean(values)
     return f"{mean:.1f}" if len(values) < 2 else f"{mean:.1f} ± {statistics.stdev(values):.1f}"
 
 
 def differences(results: Sequence[Result]) -> Sheet | None:
-    """Paired by seed, with 95 % intervals; None if there is one seed or one method."""
+    """Differences paired by seed, with 95 % intervals; None for one seed or one method."""
     by: dict[str, dict[int, float]] = {}
     for r in results:
         if r["chosen"]:
@@ -76,7 +76,7 @@ def differences(results: Sequence[Result]) -> Sheet | None:
 
 
 def plot(folder: Path, results: Sequence[Result]) -> Path:
-    """Validation accuracy by queries, of the runs that are reported."""
+    """Plot the validation accuracy of the reported runs by queries."""
     matplotlib = require("matplotlib", "plots")
     matplotlib.use("Agg")
     figure = require("matplotlib.figure", "plots").Figure(figsize=(7, 4.5), layout="constrained")
@@ -91,7 +91,7 @@ def plot(folder: Path, results: Sequence[Result]) -> Path:
         for lines in found:
             values = [line["validation_accuracy"] for line in lines]
             axes.plot([x["asked"] for x in lines], values, color=f"C{number}", alpha=0.2)
-        epochs = list(zip(*found, strict=False))  # as far as all of them got
+        epochs = list(zip(*found, strict=False))  # epochs that all runs completed
         means = [statistics.fmean(x["validation_accuracy"] for x in lines) for lines in epochs]
         asked = [lines[0]["asked"] for lines in epochs]
         axes.plot(asked, means, color=f"C{number}", linewidth=2, label=method)

@@ -34,7 +34,7 @@ from flops.tasks.prompts.prompt import (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings that all runs of a command share; see `flops tune --help`."""
+    """Options shared by all runs of a command; see `flops tune --help`."""
 
     space: PromptSpace
     epochs: int
@@ -46,7 +46,7 @@ class RunSettings:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """What evaluates candidates: a service, or for backpropagation the model itself."""
+    """Evaluates candidates: a service, or for backpropagation the model itself."""
 
     client: ServiceClient
     points: Uploaded
@@ -66,29 +66,32 @@ def tune(
     stopped: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = warnings.warn,
 ) -> dict[str, Any]:
-    """Run it, or continue where it stopped, and write the results.
+    """Start or resume a run, and write its results.
 
     Args:
-        folder: Of this run.
+        folder: Folder of this run.
         recipe: Method, step size, seed.
-        settings: Common to all runs.
+        settings: Options shared by all runs.
         shots: The data.
         backend: Evaluates the candidates.
-        identity: Model and data, so that a journal of others is refused.
+        identity: Identifies model and data, so that a journal of others is refused.
         notify: Called after each epoch.
-        answered: Called with the number of rows whenever some were evaluated.
+        answered: Called with the number of rows after each evaluation.
         stopped: Called after each round; True stops the run with an error.
-        say: Called with problems that were handled, in a sentence.
+        say: Called with a sentence about each problem that was handled.
 
     Returns:
         The result, as in result.json.
     """
     done = folder / "result.json"
     about = {**asdict(recipe), **asdict(settings), **identity}
-    shown = recipe.name == "shaped-lr"  # it reads the logits, so its journal has them
+    shown = recipe.name == "shaped-lr"  # uses the logits, so its journal has them
     if shown:
         about["shown"] = shown
-    for free in ("budget", "concurrency"):  # they change no candidates: a run may change them
+    for free in (
+        "budget",
+        "concurrency",
+    ):  # they do not affect candidates, so a run may change them
         del about[free]
     journal = Journal(folder / "journal.sqlite", about, say)
     try:
@@ -96,7 +99,7 @@ def tune(
         if kept is not None and kept["budget"] == settings.budget:
             return kept
         local, objective, space = None, None, settings.space
-        if recipe.name == "manual":  # no prompt vectors at all
+        if recipe.name == "manual":  # no prompt vectors
             space = replace(space, text_tokens=0, image_tokens=0)
         if recipe.name == "bp":
             assert backend.model is not None
@@ -137,7 +140,9 @@ def tune(
         lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in run.history)
         _write(folder / "prompts.safetensors", save(found))
         _write(folder / "metrics.jsonl", lines.encode())
-        _write(done, (json.dumps(result, indent=1) + "\n").encode())  # last: it says "finished"
+        _write(
+            done, (json.dumps(result, indent=1) + "\n").encode()
+        )  # last: it marks the run as finished
         return result
     finally:
         journal.close()
@@ -150,7 +155,7 @@ def _drive(
     client: ServiceClient,
     stopped: Callable[[], bool],
 ) -> None:
-    """Ask and tell; requests, retries and seconds are counted over all processes of the run."""
+    """Drive the run; requests, retries and seconds are counted over all its processes."""
     before, began = client.counts, time.perf_counter()
 
     def count() -> None:
@@ -168,12 +173,12 @@ def _drive(
 
 
 def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The result of a run that has ended, if it can be read."""
+    """The result of a finished run, if it can be read."""
     try:
         found = json.loads(path.read_text("utf-8"))
         if isinstance(found, dict) and found.keys() >= {"budget", "validation_loss", "queries"}:
             return found
-        reason = "it is not a result"
+        reason = "not a result"
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -183,13 +188,13 @@ def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """The whole file or none of it."""
+    """Write a file atomically."""
     try:
         atomic_write(path, data)
     except OSError as error:
         raise FlopsError(
             f"{path} cannot be written ({error}): free some space and start the same command "
-            "again; all values are in the journal, and nothing is paid for twice"
+            "again; all values are in the journal, and nothing is charged twice"
         ) from error
 
 
