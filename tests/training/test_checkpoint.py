@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_taken(
 def test_without_a_whole_one_the_message_says_so(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / "step-00000001" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"state.json is missing.*no other one"):
+    with pytest.raises(CheckpointError, match=r"state.json is missing.*no other checkpoint"):
         checkpoints.restore(tmp_path)
     with pytest.raises(CheckpointError, match="no previous"):
         checkpoints.restore(tmp_path, "previous")

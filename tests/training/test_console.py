@@ -39,7 +39,7 @@ def test_plain_lines_when_there_is_no_terminal() -> None:
 
 def test_a_live_panel_in_a_terminal() -> None:
     shown = watched(terminal=True)
-    for part in ("left", "signal to noise", "validation accuracy", "queries", "forwards", "loss"):
+    for part in ("left", "signal-to-noise", "validation accuracy", "queries", "forwards", "loss"):
         assert part in shown
     assert re.search(r"epoch 1\.33, step 4 .* 67%, \d:\d\d left", shown)
 

@@ -113,4 +113,4 @@ def test_other_commands_are_not_for_torchrun() -> None:
     given = environment(RANK="0", WORLD_SIZE="2")
     done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "torchrun is for `flops finetune`" in done.stderr
+    assert "torchrun supports `flops finetune`" in done.stderr

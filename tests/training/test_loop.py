@@ -56,7 +56,7 @@ def test_a_config_survives_json() -> None:
         ({"sigma": 0.1}, "sigma must be a list, or None, not 0.1"),
         ({"method": "sgd"}, "method must be bp, mezo, .* or shaped-lr, not 'sgd'"),
         ({"epochs": 0}, "epochs must be greater than 0, or None, not 0"),
-        ({"epochs": None}, "epochs or budget must be given"),
+        ({"epochs": None}, "set epochs or budget"),
         ({"learning_rate": float("nan")}, "learning_rate must be a finite number, not nan"),
         ({"marks": [0]}, "marks must be greater than 0"),
         ({"sigma": [1e-3, 1e-3]}, "one sigma, or one for each of the 3"),
@@ -92,7 +92,7 @@ def test_command_line_over_file_over_preset(tmp_path: Path, capsys) -> None:
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "must hold names"),
+        ("[1]", "must hold a table of settings"),
         ('{"a": 1}', "unknown setting 'a'"),
         ('{"preset": ["tiny"]}', "preset must be one of tiny"),
     ],
@@ -262,7 +262,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("flops.training.loop.Trainer", lambda _: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="file is a file; give another"):
+    with pytest.raises(RunDirectoryError, match="file is a file; choose another"):
         train(small(output=str(tmp_path / "file/a/b")))
     with pytest.raises(RunDirectoryError, match=r"cannot write to .*too long"):
         train(small(output=str(tmp_path / ("x" * 300))))
@@ -312,7 +312,7 @@ def test_stopped_while_loading_there_is_nothing_to_resume(tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("flops.training.loop.Trainer", stop)
-    with pytest.raises(SystemExit, match="stopped before the run began"):
+    with pytest.raises(SystemExit, match="stopped before the run started"):
         main(["finetune", "--output", str(tmp_path / "run")])
     monkeypatch.setattr("flops.experiments.compare.compare", stop)
     with pytest.raises(SystemExit, match="flops: stopped"):

@@ -244,7 +244,7 @@ def test_another_number_of_threads_is_said_and_differs_by_rounding(
     other = "1" if torch.get_num_threads() > 1 else "2"
     said = elsewhere(tmp_path, OMP_NUM_THREADS=other)
     before = torch.get_num_threads()
-    assert f"warning: the run was at number of threads {before} (now {other}); it goes on" in said
+    assert f"warning: the run was at number of threads {before} (now {other}); it continues" in said
     assert distance(tmp_path, unbroken) < CLOSE
 
 
@@ -298,7 +298,7 @@ def test_the_command_line_resumes(unbroken: Path, tmp_path: Path, capsys) -> Non
     assert (moved / "metrics.jsonl").read_bytes() == before
     with pytest.raises(SystemExit, match="holds no run"):
         main(["finetune", "--resume", str(tmp_path)])
-    with pytest.raises(SystemExit, match="leave --config and --preset"):
+    with pytest.raises(SystemExit, match="leave out --config and --preset"):
         main(["finetune", "--resume", str(moved), "--preset", "tiny"])
 
 
@@ -325,7 +325,7 @@ def test_a_flipped_bit_is_noticed_and_the_previous_checkpoint_goes_on(
     with pytest.raises(Stop):
         train(config, display=Stopper(7))
     flip(tmp_path / "checkpoints" / "step-00000006" / name)
-    said = f"step-00000006 is damaged: {name} was changed; the run goes on from step-00000004"
+    said = f"step-00000006 is damaged: {name} fails its checksum; continuing from step-00000004"
     with pytest.warns(UserWarning, match=said):
         train(config, resume=True)
     assert_alike(tmp_path, unbroken)
@@ -347,7 +347,7 @@ def test_two_damaged_checkpoints_are_too_many(tmp_path: Path) -> None:
     kept = (tmp_path / "metrics.jsonl").read_bytes()
     for step in (4, 6):
         flip(tmp_path / "checkpoints" / f"step-0000000{step}" / "model.safetensors")
-    with pytest.raises(CheckpointError, match="There is no other one: start a new run"):
+    with pytest.raises(CheckpointError, match="There is no other checkpoint: start a new run"):
         train(config, resume=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == kept
     assert len(checkpoints.steps(tmp_path / "checkpoints")) == 2  # nothing was put aside
@@ -421,7 +421,7 @@ def test_one_process_at_a_time_and_the_same_data(
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RunDirectoryError, match="shorter than at the checkpoint"):
         train(config, resume=True)
-    with pytest.raises(ConfigError, match="resume needs the run directory"):
+    with pytest.raises(ConfigError, match="to resume, set `output`"):
         train(small(), resume=True)
 
 
@@ -445,7 +445,7 @@ def test_an_environment_that_is_not_known_is_no_obstacle(tmp_path: Path) -> None
     place = checkpoints.steps(tmp_path / "checkpoints")[-1]
     weights, state = checkpoints.load(place)
     for change, said in (
-        ({"threads": 99}, r"number of threads 99 \(now \d+\); it goes on, and differs"),
+        ({"threads": 99}, r"number of threads 99 \(now \d+\); it continues, but differs"),
         ({"capability": "AVX9"}, r"CPU capability AVX9 \(now \w+\)"),
         ({"torch": "1.0"}, r"torch 1.0 \(now"),
     ):

@@ -1,1 +1,1 @@
-"""Diagnostics: how good gradient estimates are, and at which sigma."""
+"""Diagnostics: quality of gradient estimates, and a sigma sweep."""

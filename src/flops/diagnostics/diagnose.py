@@ -1,7 +1,7 @@
-"""Diagnostics: how good the gradient estimates of a model are on a batch, and at which sigma.
+"""Diagnostics of the gradient estimates of a model on a batch.
 
-For every group and allocator: cosine to the exact gradient, J against the optimal allocation, the
-signal-to-noise ratio, cost; and a sweep over sigma (`flops.diagnostics.sigma`).
+For every group and allocator: cosine to the exact gradient, J relative to the optimal allocation,
+signal-to-noise ratio and cost; and a sweep over sigma (`flops.diagnostics.sigma`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class AllocatorRow:
     Attributes:
         cosine: Mean cosine to the exact gradient over repeats; NaN without an exact gradient.
         cosine_spread: Its standard deviation over repeats.
-        over_optimal: J over that of the best integer counts with the same floor.
-        equal_over: J of equal counts over J, the factor of variance that was saved.
+        over_optimal: J over J of the optimal integer counts with the same floor.
+        equal_over: J of equal counts over J, the factor of variance reduction.
         snr: Mean signal-to-noise ratio.
-        forward_equivalents: Passes of one point that an estimate takes, the clean pass left out.
+        forward_equivalents: Cost of an estimate, without the clean pass.
         seconds: Median time of an estimate.
     """
 
@@ -66,8 +66,8 @@ class ShapingRow:
     """Shaped noise at one site of a group.
 
     Attributes:
-        k: Directions that a point is measured in here, on average.
-        explained_variance: Held-out share of the gradient's energy in these.
+        k: Mean number of measured directions per point.
+        explained_variance: Fraction of the gradient's variance in these directions, held out.
         explore: Share of isotropic queries of the group.
         cosine: Mean cosine of the group's gradient to the exact one.
     """
@@ -82,7 +82,7 @@ class ShapingRow:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All rows; `to_dict` for JSON."""
+    """All rows of a diagnosis; `to_dict` for JSON."""
 
     loss: float
     allocators: list[AllocatorRow]
@@ -90,7 +90,7 @@ class Diagnosis:
     shaping: list[ShapingRow] = dataclasses.field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and names."""
+        """Values for JSON."""
         return dataclasses.asdict(self)
 
     def recommended(self, group: str) -> float | None:
@@ -114,7 +114,7 @@ def diagnose(
     chunk: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
-    """Measure estimates on one batch; parameters and ``.grad`` are left alone.
+    """Measure estimates on one batch; parameters and ``.grad`` are left unchanged.
 
     Args:
         model: The model.
@@ -122,16 +122,16 @@ def diagnose(
         inputs: Inputs of the batch.
         targets: Targets of the batch.
         groups: As for `ForwardGradient`; None for automatic ones.
-        allocators: By name; by default Equal, Bernoulli, Gaussian and Neyman. Learning ones learn
-            from traces of this batch until they have converged.
+        allocators: By name; by default Equal, Bernoulli, Gaussian and Neyman. Learned ones are
+            trained on traces of this batch until they have converged.
         repeats: Estimates per group and allocator.
         trace_queries: Queries per point that measure the traces for J.
-        sigmas: To sweep over; empty for no sweep.
-        seed: Key of the noise.
-        chunk: Most rows in one pass.
+        sigmas: Values of the sweep; empty for no sweep.
+        seed: Seed of the noise.
+        chunk: Largest number of rows per pass.
         state: ``state_dict()`` of an engine with the same groups in training, whose shaped noise
-            is diagnosed. Without it, shaped noise learns from this very batch first, and looks
-            better than it would on batches it has not seen.
+            is diagnosed. Without it, shaped noise is first trained on this same batch, which
+            gives better results than on new batches.
 
     Returns:
         Rows by group and allocator, by group and sigma, and by site with shaped noise.
@@ -142,7 +142,7 @@ def diagnose(
         "gaussian": Gaussian(),
         "neyman": Neyman(),
     }
-    # The engine only serves to open a session; a Gaussian in it asks for embeddings.
+    # The engine only opens a session; its Gaussian allocator makes it compute embeddings.
     fg = ForwardGradient(model, loss_fn, groups, seed=seed, chunk=chunk)
     fg.embed_points()
     allocator_rows: list[AllocatorRow] = []
@@ -176,7 +176,7 @@ class _Bench:
         exact: Gradients | None,
     ) -> None:
         self._fg, self._session, self._number, self._group = fg, session, number, group
-        # Rounding is what the sweep shows; a warning beside it would only repeat that.
+        # The sweep already shows rounding, so its warning is redundant.
         self._exact = exact
         self._memory: dict[str, Any] = {**fg.memory[group.name], "warned_of_rounding": True}
         self._fixed = False
@@ -184,7 +184,7 @@ class _Bench:
         self._signal = fg.signal(number, session)
 
     def at_counts(self, group: ResolvedGroup, counts: Tensor, step: int = 0) -> Spent:
-        """Spend counts on the group, or on one like it."""
+        """Estimate the group, or a variant of it, with given counts."""
         return spend_counts(self._session, group, self._binding, self._queries(step), counts)
 
     def _queries(self, step: int) -> Queries:
@@ -198,7 +198,7 @@ class _Bench:
         return spend(self._session, self._group, self._binding, allocator, signal, queries)
 
     def shaping(self, repeats: int) -> list[ShapingRow]:
-        """Learn, if nothing is known yet; from then on every estimate starts from the same."""
+        """Train shaped noise unless a state is given; every estimate then starts from it."""
         if "moments" not in self._memory:
             for step in range(LEARN_STEPS):
                 self._spend(Equal(), step)
@@ -230,7 +230,7 @@ class _Bench:
         rows = []
         for name, allocator in chosen.items():
             if estimator.shared and not isinstance(allocator, Equal):
-                continue  # all points share the draws: there is nothing to allocate
+                continue  # shared draws: nothing to allocate
             mine = copy.deepcopy(allocator)
             if traces is not None and isinstance(mine, Learner):
                 for step in range(LEARN_STEPS):
@@ -239,7 +239,7 @@ class _Bench:
             seen, costs, seconds, variances, ratios = [], [], [], [], []
             for step in range(repeats):
                 started = time.perf_counter()
-                spent = self._spend(copy.copy(mine), step)  # what it teaches is not kept
+                spent = self._spend(copy.copy(mine), step)  # discard what it learns
                 seconds.append(time.perf_counter() - started)
                 costs.append(spent.step.cost.queries + spent.step.cost.local)
                 seen.append(cosine(spent.gradients, self._exact))

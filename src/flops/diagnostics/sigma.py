@@ -1,8 +1,8 @@
 """The sigma sweep: large enough for rounding, small enough for linearity.
 
-Derivatives under the same noise do not depend on sigma where the loss is linear: below, rounding
-changes them from one sigma to the next, above, curvature does. The recommended sigma is the one
-whose derivatives differ least from those of its neighbours; no gradient is needed to find it.
+Directional derivatives along the same noise do not depend on sigma while the loss is linear. Small
+sigmas change them by rounding, large ones by curvature. The recommended sigma is the one whose
+derivatives differ least from those of its neighbours; no exact gradient is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SigmaRow:
     """One group at one sigma.
 
     Attributes:
-        change: Relative change of the derivatives to the neighbouring sigmas; small is good.
+        change: Relative change of the derivatives from the neighbouring sigmas; lower is better.
         rounding_units: Median loss difference over the rounding of the loss.
         recommended: Whether this is the sigma with the least change.
     """
@@ -47,11 +47,11 @@ def sweep(
     sigmas: Sequence[float],
     exact: Gradients | None,
 ) -> list[SigmaRow]:
-    """Four draws per point at each sigma, all with the same noise.
+    """Four draws per point at each sigma, with the same noise.
 
     Args:
         group: A group whose estimator has a sigma.
-        estimate: Spends counts on a group, always with the same noise.
+        estimate: Estimates a group with given counts, always with the same noise.
         losses: Clean losses, shape (B,).
         sigmas: At least three, in any order.
         exact: The exact gradient, for the cosine.
@@ -69,7 +69,7 @@ def sweep(
         return []
     steps = [_relative(a, b) for a, b in pairwise(derivatives)]
     changes = [max(steps[max(0, i - 1) : i + 1], default=torch.inf) for i in range(len(ordered))]
-    # The ends have one neighbour only, which may fail with them: never recommended.
+    # The ends have only one neighbour, so they are never recommended.
     inner = range(1, len(ordered) - 1) if len(ordered) > 2 else range(len(ordered))
     best = min(inner, key=lambda i: changes[i])
     unit = torch.finfo(losses.dtype).eps * max(1.0, float(losses.abs().median()))

@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Tables of a diagnosis for the terminal."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def diagnosis_tables(found: Diagnosis) -> list[Table]:
         tables.append(_shaping(found))
     if found.sigmas:
         by_sigma = Table(
-            title="sigma: slopes should not change from one to the next",
-            caption="below, rounding changes them; above, curvature does",
+            title="sigma sweep: directional derivatives should not change between neighbours",
+            caption="small sigmas change them by rounding, large ones by curvature",
             box=SIMPLE_HEAD,
         )
         by_sigma.add_column("group")
@@ -70,7 +70,7 @@ def diagnosis_tables(found: Diagnosis) -> list[Table]:
 def _shaping(found: Diagnosis) -> Table:
     table = Table(
         title="shaped noise",
-        caption="k: directions measured per point; explained: their share of the energy, held out",
+        caption="k: directions measured per point; explained: explained variance, held out",
         box=SIMPLE_HEAD,
     )
     table.add_column("group")

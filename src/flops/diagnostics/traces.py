@@ -1,4 +1,4 @@
-"""Traces from the gradients of single draws, the paper's way; to check the scalars by."""
+"""Traces from per-draw gradients, as in the paper; a check of the scalar formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flops.estimators.base import Queries
 def spend_counts(
     session: Session, group: ResolvedGroup, binding: Any, queries: Queries, counts: Tensor
 ) -> Spent:
-    """Estimate a group with counts given by hand."""
+    """Estimate a group with given counts."""
     signal = Signal(queries.losses, int(counts.sum()), group.estimator.unit, 0, group.name)
     return spend(session, group, binding, Fixed(counts), signal, queries)
 
@@ -32,18 +32,17 @@ def gradient_traces(
     draws: int,
     parameters: Sequence[nn.Parameter] | None = None,
 ) -> Tensor:
-    """Tr_j as the summed sample variance of the gradients of single draws.
+    """Tr_j as the total sample variance of the per-draw gradients.
 
-    Every draw of every point is turned into a gradient of its own, so this costs a local product
-    per draw.
+    This costs a local VJP per draw.
 
     Args:
         session: The batch.
         group: The group, whose estimator has independent draws.
-        binding: What it worked out for the structure.
+        binding: Binding of its estimator to the model.
         queries: The group's queries.
         draws: Draws per point, at least 2.
-        parameters: Those to measure on (the paper subsamples); all by default.
+        parameters: Parameters to include (the paper subsamples); all by default.
 
     Returns:
         Traces, shape (B,).
@@ -57,7 +56,7 @@ def gradient_traces(
             one = replace(queries, key=(*queries.key, draw))
             gradients = spend_counts(session, group, binding, one, counts).gradients
             wanted = gradients if parameters is None else parameters
-            # The estimate is of the batch mean: its one point has the weight 1/B.
+            # The estimate is of the batch mean, in which a point has the weight 1/B.
             flat = [queries.size * gradients[p].double().flatten() for p in wanted]
             samples.append(torch.cat(flat))
         found[point] = torch.stack(samples).var(0).sum()

@@ -1,1 +1,1 @@
-"""Reports: tables and plots for people to look at."""
+"""Reports: tables and plots."""

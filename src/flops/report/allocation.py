@@ -1,7 +1,7 @@
-"""Which images got how many queries: the most and the least expensive ones, as thumbnails.
+"""Plot of the query allocation: a histogram, and thumbnails of both extremes.
 
-Everything the picture needs is in counts.safetensors: the queries of each training point when it
-was last seen, over all groups, and the thumbnails of both ends.
+The data of the plot are in counts.safetensors: the queries of each training point at its last
+visit, over all groups, and thumbnails of the images with most and fewest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flops.report.plots import matplotlib_figures
 from flops.storage.files import replacing
 from flops.storage.plain import parse_json
 
-SHOWN = 12  # thumbnails of each end
-WIDE = 10  # times that counts differ before they are drawn on a logarithmic axis
+SHOWN = 12  # thumbnails per extreme
+WIDE = 10  # ratio of counts above which the axis is logarithmic
 
 
 def write_counts(
@@ -32,14 +32,14 @@ def write_counts(
     classes: Sequence[str],
     pixels: Callable[[Tensor], Tensor],
 ) -> None:
-    """Write the counts and what is needed to draw them, whole or not at all.
+    """Write the counts and thumbnails, atomically.
 
     Args:
-        path: Where the file goes.
-        counts: Queries of each point, shape (N,); negative for a point that was not seen.
+        path: File to write.
+        counts: Queries of each point, shape (N,); negative for a point not visited.
         labels: Classes of the points, shape (N,).
         classes: Names of the classes.
-        pixels: From rows to images (n, channels, side, side), in [0, 1].
+        pixels: Maps rows to images (n, channels, side, side), in [0, 1].
     """
     seen = torch.nonzero(counts >= 0).flatten()
     order = seen[torch.argsort(counts[seen], descending=True, stable=True)]
@@ -54,21 +54,21 @@ def write_counts(
 
 
 def plot_allocation(counts: Path, path: Path) -> None:
-    """Draw how many images got how many queries, and those that got most and least.
+    """Plot a histogram of queries per image, and the images with most and fewest.
 
     Args:
-        counts: A file of `write_counts`.
-        path: Where the picture goes.
+        counts: A file written by `write_counts`.
+        path: File to write.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: The file cannot be read.
-        ValueError: It is no file of `write_counts`.
+        ValueError: It was not written by `write_counts`.
     """
     try:
         found, classes = _read_counts(counts)
     except (SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(f"{counts} is no file of counts, or not a whole one: {error}") from error
+        raise ValueError(f"{counts} is not a complete file of counts: {error}") from error
     figure = matplotlib_figures().Figure(figsize=(SHOWN, 5.2), layout="constrained")
     top, *rows = figure.subfigures(3, 1, height_ratios=[2, 1, 1])
     seen = found["counts"][found["counts"] >= 0]
@@ -77,7 +77,7 @@ def plot_allocation(counts: Path, path: Path) -> None:
         axis.hist(seen.numpy(), bins=_bins(seen))
         if int(seen.max()) > WIDE * int(seen.min()) > 0:
             axis.set_xscale("log")
-    axis.set_xlabel("queries of an image when it was last seen, over all groups")
+    axis.set_xlabel("queries per image at its last visit, over all groups")
     axis.set_ylabel("images")
     axis.set_title(_title(seen))
     for name, row in zip(("most", "least"), rows, strict=True):
@@ -100,7 +100,7 @@ def _read_counts(path: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def _bins(seen: Tensor) -> Any:
-    """Edges of bins, of equal ratio where the counts differ by more than tenfold."""
+    """Bin edges, logarithmic if the counts differ by more than a factor of ten."""
     low, high = int(seen.min()), int(seen.max())
     if high > WIDE * low > 0:
         return np.geomspace(low, high, 40)
@@ -109,14 +109,14 @@ def _bins(seen: Tensor) -> Any:
 
 def _title(seen: Tensor) -> str:
     if not len(seen):
-        return "no image was seen"
+        return "no image was visited"
     if int(seen.max()) == int(seen.min()):
-        return f"every image got {int(seen[0])} queries"
+        return f"{int(seen[0])} queries for every image"
     ratio = float(seen.max()) / max(1.0, float(seen.min()))
-    return f"from {int(seen.min())} to {int(seen.max())} queries an image ({ratio:.1f} times)"
+    return f"from {int(seen.min())} to {int(seen.max())} queries per image ({ratio:.1f} times)"
 
 
 def _image(pixels: Tensor) -> tuple[Any, str | None]:
-    """Pixels as matplotlib wants them, and the colour map of grey ones."""
+    """Pixels for matplotlib, and the colour map of grey images."""
     grey = pixels.size(0) == 1
     return (pixels[0] if grey else pixels.permute(1, 2, 0)).numpy(), "gray" if grey else None

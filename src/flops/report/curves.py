@@ -1,4 +1,4 @@
-"""Loss and accuracy of a run against its cost, drawn from metrics.jsonl alone."""
+"""Plot of loss and accuracy of a run against its cost, from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SMOOTH = 20  # steps of the running mean, at most a twentieth of the run
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Lines of steps and lines of evaluations, in order; a last line that was cut off is left out.
+    """Lines of steps and of evaluations, in order; an incomplete last line is skipped.
 
-    So are lines that are no such thing, with a warning: a disk may have changed them.
+    Invalid lines are skipped with a warning.
 
     Raises:
         OSError: If the file cannot be read.
     """
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in NEEDED}
     broken: list[str] = []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is not whole
+    lines = path.read_bytes().split(b"\n")[:-1]  # the rest after the last newline is incomplete
     for number, line in enumerate(lines, start=1):
         try:
             value = parse_object(line)
@@ -43,7 +43,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
             broken.append(f"line {number} ({error})")
     if broken:
         warnings.warn(
-            f"left out {len(broken)} of {len(lines)} lines of {path} that cannot be read, the "
+            f"skipped {len(broken)} of {len(lines)} lines of {path} that cannot be read, the "
             f"first: {broken[0]}",
             stacklevel=2,
         )
@@ -51,16 +51,16 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one, or None, which stands for one that is not finite."""
+    """Whether it is a number, or None, which stands for a non-finite one."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def plot_curves(metrics: Path, path: Path) -> None:
-    """Draw the training loss and the validation accuracy against forward equivalents.
+    """Plot the training loss and the validation accuracy against forward equivalents.
 
     Args:
         metrics: The metrics.jsonl of a run.
-        path: Where the picture goes.
+        path: File to write.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -97,7 +97,7 @@ def _numbers(lines: list[dict[str, Any]], name: str) -> np.ndarray[Any, np.dtype
 
 
 def _running_mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
-    """Mean over the last steps."""
+    """Running mean over the last steps."""
     width = max(1, min(SMOOTH, len(values) // 20))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)

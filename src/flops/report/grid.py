@@ -1,7 +1,7 @@
 """Figures of means with their intervals: a grid of curves, and groups of bars.
 
-They are read in black and white as well: every line has a marker and a dash pattern of its own,
-every bar a hatch.
+They are legible in black and white: every line has its own marker and dash pattern, every bar its
+own hatch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def plot_grid(
     title: str,
     labels: tuple[str, str],
 ) -> None:
-    """Draw curves against a logarithmic axis, a panel for each (row, column), as one PNG.
+    """Plot curves against a logarithmic axis, a panel for each (row, column), as one PNG.
 
     Args:
-        path: Where the picture goes.
-        panels: By row and column: the curves by name, one interval for each place.
-        at: Places on the horizontal axis.
-        title: Of the whole.
-        labels: Of the horizontal and the vertical axis.
+        path: File to write.
+        panels: By row and column: the curves by name, one interval for each x value.
+        at: Values on the horizontal axis.
+        title: Title of the figure.
+        labels: Labels of the horizontal and the vertical axis.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -46,14 +46,14 @@ def plot_grid(
     size = (0.9 + 3.0 * len(columns), 1.1 + 2.2 * len(rows))
     figure = matplotlib_figures().Figure(figsize=size, layout="constrained")
     ticker = matplotlib_module("ticker")
-    # Rows may differ tenfold: each has a scale of its own, which its columns share.
+    # Rows may differ by a factor of ten: each has its own scale, shared by its columns.
     axes = figure.subplots(len(rows), len(columns), sharex=True, sharey="row", squeeze=False)
     handles: dict[str, Any] = {}
     for (row, column), curves in panels.items():
         axis = axes[rows.index(row)][columns.index(column)]
         for number, (name, values) in enumerate(curves.items()):
             marker, dashes = STYLES[number % len(STYLES)]
-            # Side by side, so that intervals do not hide each other.
+            # Shifted, so that intervals do not overlap.
             places = [x * 1.035 ** (number - (len(curves) - 1) / 2) for x in at]
             handles[name] = axis.errorbar(
                 places,
@@ -92,13 +92,13 @@ def plot_bars(
     title: str,
     label: str,
 ) -> None:
-    """Draw groups of bars with their intervals, a panel for each entry, as one PNG.
+    """Plot groups of bars with their intervals, a panel for each entry, as one PNG.
 
     Args:
-        path: Where the picture goes.
+        path: File to write.
         panels: By title, then by group on the horizontal axis, then by name of the bar.
-        title: Of the whole.
-        label: Of the vertical axis.
+        title: Title of the figure.
+        label: Label of the vertical axis.
 
     Raises:
         ImportError: matplotlib is not installed.

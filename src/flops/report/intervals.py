@@ -37,7 +37,7 @@ class Interval:
         return self.mean + self.half
 
     def shown(self, digits: int = 3, sign: bool = False) -> str:
-        """Mean ± half the width, or the mean alone where there is no width."""
+        """Mean ± half the width, or only the mean if there is no width."""
         mean = f"{self.mean:{'+' if sign else ''}.{digits}f}"
         return mean if math.isinf(self.half) else f"{mean} ± {self.half:.{digits}f}"
 
@@ -58,7 +58,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def paired(first: Sequence[float], second: Sequence[float], level: float = 0.95) -> Interval:
-    """The mean difference first - second, seed by seed."""
+    """Mean of the paired differences first - second."""
     return interval([a - b for a, b in zip(first, second, strict=True)], level)
 
 

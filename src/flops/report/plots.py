@@ -1,4 +1,4 @@
-"""Plots of something over training steps, drawn from the numbers alone."""
+"""Plots over training steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Lines = Mapping[str, tuple[Sequence[int], Sequence[Sequence[float]]]]
 
 
 def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None:
-    """Draw a panel for each entry, side by side, and write them as one PNG.
+    """Plot a panel for each entry, side by side, as one PNG.
 
     Args:
-        path: Where the picture goes.
+        path: File to write.
         panels: By title, then by name of the line: its steps, and one row of values per seed. The
-            line is the mean over seeds, the band goes from the least to the greatest.
-        label: What the vertical axis shows.
+            line is the mean over seeds, the band their range.
+        label: Label of the vertical axis.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -46,10 +46,10 @@ def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None
 
 
 def matplotlib_figures() -> Any:
-    """The module of figures of matplotlib; not pyplot, whose windows and state are not needed.
+    """The module `matplotlib.figure`, without the global state of pyplot.
 
     Raises:
-        MissingPackageError: If it is not installed; the message says how to get it.
+        MissingPackageError: If it is not installed.
     """
     return matplotlib_module("figure")
 
@@ -58,6 +58,6 @@ def matplotlib_module(name: str) -> Any:
     """A module of matplotlib.
 
     Raises:
-        MissingPackageError: If it is not installed; the message says how to get it.
+        MissingPackageError: If it is not installed.
     """
     return require(f"matplotlib.{name}", "plots")

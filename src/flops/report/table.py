@@ -1,4 +1,4 @@
-"""A table that is both shown in the terminal and written as markdown."""
+"""A table for the terminal and for markdown files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Sheet:
     """Title, header and rows of text; the first column is left-aligned, the others right.
 
     Attributes:
-        title: What the rows are.
+        title: Title of the table.
         header: Names of the columns.
-        rows: Cells, as they are shown.
-        note: How it was measured, below the table.
+        rows: Formatted cells.
+        note: Text below the table.
     """
 
     title: str
@@ -26,7 +26,7 @@ class Sheet:
     note: str = ""
 
     def markdown(self) -> str:
-        """The table as markdown, title and note around it."""
+        """The table as markdown, with title and note."""
         lines = [self.header, ["---", *["---:"] * (len(self.header) - 1)], *self.rows]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return "\n\n".join(part for part in (f"### {self.title}", table, self.note) if part) + "\n"

@@ -1,1 +1,1 @@
-"""Files that are whole or absent, full disks, and values read from files."""
+"""Atomic writes, full disks, lock files and JSON parsing."""

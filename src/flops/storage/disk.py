@@ -1,4 +1,4 @@
-"""What to do when a disk is full or a file cannot be written: say so, and leave nothing half."""
+"""Error messages for full disks, and folders that are filled atomically."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from safetensors import SafetensorError
 from flops.errors import FlopsError
 from flops.storage.files import UNFINISHED, sync_directory, sync_file
 
-# What writing raises: safetensors has an error of its own for what the system refuses.
+# Errors of writing: safetensors wraps those of the system.
 UNWRITABLE = (OSError, SafetensorError)
-MEASURED = "make room, and run it again: what was measured is kept"  # advice of a study
+MEASURED = "free some space and run it again: completed measurements are kept"  # for studies
 
 
 class DiskError(FlopsError):
-    """Files cannot be written: the disk is full, read-only or gone."""
+    """A file cannot be written: the disk is full, read-only or missing."""
 
 
 def reason(error: BaseException) -> str:
-    """Why a file could not be written, in the system's words."""
+    """The system's message about a failed write."""
     return str(getattr(error, "strerror", None) or error)
 
 
 @contextmanager
 def writing(path: Path, advice: str) -> Iterator[None]:
-    """Turn what goes wrong with writing into a sentence.
+    """Convert errors of writing to `DiskError`.
 
     Args:
-        path: What is written, or the folder that it goes to.
-        advice: What to do after there is room again.
+        path: File or folder that is written.
+        advice: What the user should do.
 
     Raises:
-        DiskError: It cannot be written.
+        DiskError: Writing failed.
     """
     try:
         yield
@@ -46,11 +46,11 @@ def writing(path: Path, advice: str) -> Iterator[None]:
 
 @contextmanager
 def filling(path: Path, last: str) -> Iterator[Path]:
-    """A folder to write to; at the end its files are moved to their place, all whole.
+    """A temporary folder, whose files are moved to their destination at the end.
 
     Args:
-        path: Where the files go; others that are there stay.
-        last: The file that is moved after the others, so that it says that all are there.
+        path: Destination; other files in it are kept.
+        last: File to move after the others, as a mark of completeness.
     """
     scratch = path.with_name(f"{UNFINISHED}{path.name}")
     remove(scratch)
@@ -69,7 +69,7 @@ def filling(path: Path, last: str) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,7 +1,7 @@
-"""Files that are whole or absent, and names that every system takes.
+"""Atomic writes, and file names that are valid on every system.
 
-Systems differ in what may be synced: POSIX wants the folder of a new name to be synced too, Windows
-neither opens folders nor syncs a file that was opened for reading.
+Systems differ in syncing: POSIX requires that the folder of a new file is synced too; Windows can
+neither open folders nor sync a file that is open for reading.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-UNFINISHED = "unfinished-"  # what a killed process leaves behind starts with it
+UNFINISHED = "unfinished-"  # prefix of temporary files
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[1-9]|lpt[1-9])(\.|$)", re.IGNORECASE)
 
 
 def atomic_write(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Write a file beside its place and move it there, so that it is whole or absent.
+    """Write a file atomically: under a temporary name, then renamed.
 
     Args:
-        path: Where it goes; a file that is there is replaced.
-        content: Text is written as UTF-8, with line ends as they are.
-        durable: Whether it must outlive a loss of power: file and name are synced.
+        path: File to write or replace.
+        content: Text is written as UTF-8, with line ends unchanged.
+        durable: Sync file and folder, so that it survives a power failure.
     """
     with replacing(path, durable=durable) as scratch:
         scratch.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
@@ -30,18 +30,18 @@ def atomic_write(path: Path, content: str | bytes, *, durable: bool = True) -> N
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A name to write to; at the end that file takes its place, after an error it is removed.
+    """A temporary name to write to; renamed at the end, removed after an error.
 
     Args:
-        path: Where it goes; a file that is there is replaced.
-        durable: Whether it must outlive a loss of power: file and name are synced.
+        path: File to write or replace.
+        durable: Sync file and folder, so that it survives a power failure.
     """
     scratch = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")
     try:
         yield scratch
         if durable:
             sync_file(scratch)
-        os.replace(scratch, path)  # rename() refuses to replace on Windows
+        os.replace(scratch, path)  # on Windows, rename() does not replace
     except BaseException:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
@@ -51,8 +51,8 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def sync_file(path: Path) -> None:
-    """Make sure that what was written to a file is on the disk."""
-    # Windows syncs only what is open for writing.
+    """Flush a file to disk."""
+    # Windows only syncs files that are open for writing.
     descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
     try:
         os.fsync(descriptor)
@@ -61,24 +61,24 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make sure that the names in a folder are on the disk, where the system lets one ask."""
+    """Flush the entries of a folder to disk, if the system supports it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders; NTFS keeps names in its journal
+    except PermissionError:  # Windows cannot open folders; NTFS journals names
         return
     try:
         os.fsync(descriptor)
-    except OSError:  # some network file systems sync no folders
+    except OSError:  # some network file systems cannot sync folders
         pass
     finally:
         os.close(descriptor)
 
 
 def safe_name(text: str) -> str:
-    """The text as a name of a file or folder that Windows takes too.
+    """The text as a file name that is valid on every system, including Windows.
 
-    Characters that some system refuses become ``-``, as do dots and blanks at the end; names of
-    devices (``nul``, ``com1``) get a ``_`` in front. A text that is fine comes back unchanged.
+    Invalid characters, and trailing dots and blanks, become ``-``; device names (``nul``, ``com1``)
+    are prefixed with ``_``. A valid name is returned unchanged.
     """
     name = re.sub(r'[<>:"/\\|?*\x00-\x1f]', "-", text)
     name = re.sub(r"[. ]+$", lambda end: "-" * len(end[0]), name)

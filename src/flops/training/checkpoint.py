@@ -1,11 +1,10 @@
-"""Checkpoints: whole or absent, checked before they are used, the last two kept.
+"""Checkpoints: written atomically, verified by checksums, the last two kept.
 
 A checkpoint is a folder ``step-00000120`` with the weights (`model.safetensors`), the rest of the
 state (`state.pt`, read with ``weights_only=True``), the version (`state.json`) and
-`checksums.json`. It is written under another name, synced to disk and then renamed, so that a
-process that is killed at any moment, or that finds the disk full, leaves the checkpoints before it
-untouched. One that has changed since, by as little as a bit, is put aside, and the one before it
-is taken.
+`checksums.json`. It is written under another name, synced to disk and then renamed, so a process
+that is killed or runs out of disk space leaves earlier checkpoints untouched. A checkpoint with any
+changed bit is moved aside, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -47,31 +46,31 @@ UNREADABLE = (
 
 
 class CheckpointError(FlopsError):
-    """A checkpoint is damaged, or there is none."""
+    """A checkpoint is damaged or missing."""
 
 
 class UnusableError(CheckpointError):
-    """A checkpoint may be whole, and yet cannot be read here."""
+    """A checkpoint cannot be read here, but may be intact."""
 
 
 def save(
     folder: Path, step: int, weights: Mapping[str, Tensor], state: Any, version: str | None = None
 ) -> Path:
-    """Write a checkpoint, and remove all but the last two.
+    """Write a checkpoint and remove all but the last two.
 
     Args:
-        folder: Holds the checkpoints; it is made if it is not there.
-        step: Names the checkpoint; one of the same step is replaced.
+        folder: Folder of the checkpoints; created if missing.
+        step: Number of the step; a checkpoint of the same step is replaced.
         weights: The model's state_dict.
-        state: Plain values and tensors, in dicts, lists and tuples.
-        version: Of this library, for a later one that cannot read it.
+        state: Numbers, strings and tensors, in dicts, lists and tuples.
+        version: Version of this library, for error messages of later ones.
 
     Returns:
         Its folder.
 
     Raises:
-        OSError: It cannot be written, or safetensors' own error; nothing is left of it.
-        TypeError: The state holds something else.
+        OSError: It cannot be written (or safetensors' own error); nothing is left behind.
+        TypeError: The state holds another type.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"step-{step:08d}"
@@ -88,11 +87,11 @@ def save(
         for path in scratch.iterdir():
             sync_file(path)
         sync_directory(scratch)
-        if place.exists():  # of a run that was set back: what is there is not needed to resume
+        if place.exists():  # from before a rollback; not needed to resume
             _retire(place)
         scratch.rename(place)
     except UNWRITABLE:
-        shutil.rmtree(scratch, ignore_errors=True)  # it may be what fills the disk
+        shutil.rmtree(scratch, ignore_errors=True)  # it may be filling the disk
         raise
     sync_directory(folder)
     for old in steps(folder)[:-KEEP]:
@@ -106,7 +105,7 @@ def steps(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Weights and state of a checkpoint, after checking its checksums.
+    """Verify a checkpoint, and return its weights and state.
 
     Raises:
         CheckpointError: If it is damaged or of another version.
@@ -115,19 +114,21 @@ def load(path: Path) -> tuple[dict[str, Tensor], Any]:
         expected = parse_object((path / "checksums.json").read_bytes())
         for name in expected:
             if _checksum(path / name) != expected[name]:
-                raise CheckpointError(f"checkpoint {path.name} is damaged: {name} was changed")
+                raise CheckpointError(
+                    f"checkpoint {path.name} is damaged: {name} fails its checksum"
+                )
         document = parse_object((path / "state.json").read_bytes())
         if document["schema"] != SCHEMA:
             wrote = document.get("version") or "another version"
             raise UnusableError(
                 f"checkpoint {path.name} has schema {document['schema']}, this version reads "
-                f"{SCHEMA}; continue the run with the version of flops that wrote it ({wrote})"
+                f"{SCHEMA}; continue the run with the flops version that wrote it ({wrote})"
             )
         if unchecked := [name for name in FILES if name not in expected]:
-            raise ValueError(f"there is no checksum of {unchecked[0]}")
+            raise ValueError(f"no checksum of {unchecked[0]}")
         weights = {n: t.clone() for n, t in load_file(path / "model.safetensors").items()}
         return weights, torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    except PermissionError as error:  # it may be whole: nothing to fall back from
+    except PermissionError as error:  # it may be intact: do not fall back
         raise UnusableError(f"cannot read {error.filename}: {error.strerror}") from error
     except FileNotFoundError as error:
         missing = Path(error.filename).name
@@ -137,20 +138,20 @@ def load(path: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def restore(folder: Path, which: str = "last") -> tuple[dict[str, Tensor], Any] | None:
-    """The last checkpoint that is whole, or the one before; None if none was written yet.
+    """The last intact checkpoint, or the one before it; None if none was written yet.
 
-    One that is damaged, or that one goes back from, is put aside, under a name that is not looked
-    at again, with a warning if nobody asked for it.
+    Damaged and skipped checkpoints are renamed, so that they are not read again; damaged ones with
+    a warning.
 
     Raises:
-        CheckpointError: If none is whole, or one is of another version.
+        CheckpointError: If none is intact, or one is of another version.
     """
     found = steps(folder)
     if which == "previous":
         if len(found) < 2:
             raise CheckpointError(f"there is no previous checkpoint in {folder}")
         loaded = load(found[-2])
-        _put_aside(found[-1])
+        _move_aside(found[-1])
         return loaded
     damaged: dict[Path, str] = {}
     for path in reversed(found):
@@ -161,17 +162,17 @@ def restore(folder: Path, which: str = "last") -> tuple[dict[str, Tensor], Any] 
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
-        for other, said in damaged.items():  # now that there is one to go on from
-            warnings.warn(f"{said}; the run goes on from {path.name}, which is whole", stacklevel=4)
-            _put_aside(other)
+        for other, said in damaged.items():  # only if there is one to continue from
+            warnings.warn(f"{said}; continuing from {path.name}, which is intact", stacklevel=4)
+            _move_aside(other)
         return loaded
     if damaged:
         every = "; ".join(damaged.values())
-        raise CheckpointError(f"{every}. There is no other one: start a new run")
+        raise CheckpointError(f"{every}. There is no other checkpoint: start a new run")
     return None
 
 
-def _put_aside(path: Path) -> None:
+def _move_aside(path: Path) -> None:
     aside = path.with_name(f"{DAMAGED}{path.name}")
     _remove(aside)
     path.rename(aside)
@@ -179,13 +180,13 @@ def _put_aside(path: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed process left behind."""
+    """Remove partial checkpoints of killed processes."""
     for path in folder.glob(f"{UNFINISHED}*"):
         _remove(path)
 
 
 def _retire(path: Path) -> None:
-    """Remove a checkpoint, in such a way that a kill never leaves half of it under its name."""
+    """Remove a checkpoint; a kill never leaves a part of it under its name."""
     scratch = path.with_name(f"{UNFINISHED}old-{path.name}")
     _remove(scratch)
     path.rename(scratch)
@@ -202,7 +203,7 @@ def _write(path: Path, values: Any) -> None:
 
 
 class _File:
-    """An open file that keeps its error: `torch.save` replaces it by one of its own."""
+    """An open file that keeps its OSError, which `torch.save` replaces with its own."""
 
     def __init__(self, file: BufferedWriter) -> None:
         self._file = file
@@ -229,10 +230,10 @@ def _save_state(path: Path, state: Any) -> None:
 
 
 def _plain(value: Any, path: str = "") -> Any:
-    """The same, of types that `torch.load` reads without running code, tensors on the CPU.
+    """Convert to types that `torch.load(weights_only=True)` reads, with tensors on the CPU.
 
-    A tensor keeps its strides: the same numbers in another layout may be summed in another order,
-    and a resumed run would differ from an unbroken one in its last digits.
+    Tensors keep their strides: another layout may change the order of summation, and a resumed run
+    would differ from an uninterrupted one by rounding.
     """
     if isinstance(value, np.generic):  # before floats: a numpy double is also a Python float
         return value.item()
@@ -245,12 +246,12 @@ def _plain(value: Any, path: str = "") -> Any:
     if isinstance(value, Tensor):
         tensor = value.detach().cpu()
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return tensor if whole else tensor.clone()  # not all of what it is a view of
+        return tensor if whole else tensor.clone()  # not the whole storage of a view
     raise TypeError(f"cannot write a {type(value).__name__} at '{path or '/'}' of a state")
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same contiguous and on the CPU; copied only where two share memory or parts of it."""
+    """Contiguous CPU tensors; copied only where they share memory."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

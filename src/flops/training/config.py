@@ -1,4 +1,4 @@
-"""Configuration that every training run has, validated by pydantic, read from JSON or TOML."""
+"""Base configuration of training runs, validated by pydantic, read from JSON or TOML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flops.training.methods import Method, MethodName
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 PositiveInt = Annotated[int, Field(gt=0)]
-# JSON and TOML have lists where a configuration has tuples; what is in them stays strict.
+# JSON and TOML have lists where a configuration has tuples; their elements stay strict.
 FromList = Field(strict=False)
 TYPES = {
     "int_type": "an integer",
@@ -27,12 +27,12 @@ TYPES = {
 }
 
 
-class ConfigError(FlopsError):  # no ValueError: tyro would catch it and name its inner parts
-    """A setting does not exist, has the wrong type, or does not fit the others."""
+class ConfigError(FlopsError):  # not a ValueError: tyro would catch and rephrase it
+    """A setting is unknown, has the wrong type, or conflicts with others."""
 
 
 class RunConfig(BaseModel):
-    """What every training run has: method, length, batch, optimizer, checkpoints.
+    """Options of every training run: method, length, batch, optimizer, checkpoints.
 
     Raises:
         ConfigError: If a name is unknown or a value is not allowed.
@@ -41,51 +41,51 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     method: MethodName = "shaped-lr"
-    """How gradients are estimated; bp is backpropagation, for comparison."""
+    """Gradient estimator; bp is backpropagation, for comparison."""
     queries: PositiveFloat = 20.0
     """Mean queries per point and group."""
     sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = (1e-3,)
-    """Noise scale: one, or one for each stage."""
+    """Noise scale: one, or one per stage."""
     epochs: PositiveInt | None = 8
     """Epochs; None for no limit but the budget."""
     budget: PositiveFloat | None = None
-    """Forward equivalents; None for no limit but the epochs."""
+    """Budget in forward equivalents; None for no limit but the epochs."""
     until: Literal["first", "last"] = "first"
-    """Whether training ends at the first or at the last of epochs and budget."""
+    """Stop when the first or the last of epochs and budget is reached."""
     marks: Annotated[tuple[PositiveFloat, ...], FromList] = ()
-    """More forward equivalents at which the validation split is evaluated."""
+    """Further budgets, in forward equivalents, at which to evaluate on the validation split."""
     batch: PositiveInt = 64
-    """Points of a batch."""
+    """Batch size."""
     learning_rate: PositiveFloat = 1e-3
-    """Of the optimizer."""
+    """Learning rate of the optimizer."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Whether the learning rate stays, or falls to 0 as a cosine over the run."""
+    """Learning rate schedule: constant, or cosine decay to 0 over the run."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """Optimizer."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Of the optimizer."""
+    """Weight decay of the optimizer."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of fresh weights, the order of the points, and the noise."""
+    """Seed of new weights, the order of points, and the noise."""
     evaluate_every: PositiveInt = 1
     """Epochs between two evaluations on the validation split."""
     test: bool = False
-    """Evaluate on the test split too, once, when `epochs` or `budget` is reached."""
+    """Also evaluate on the test split, once, when `epochs` or `budget` is reached."""
     data: str = "digits"
     """The data set."""
     limit: PositiveInt | None = None
-    """Most points of each split, for a quick look; None for all."""
+    """Largest number of points per split, for quick runs; None for all."""
     chunk: Annotated[int, Field(ge=2)] | None = None
-    """Most rows in one pass of queries; None for a default. Less takes less memory."""
+    """Largest number of rows per pass of queries; None for a default. Fewer take less memory."""
     device: str = "auto"
-    """cpu, cuda, or auto: a GPU if there is one."""
+    """cpu, cuda, or auto: a GPU if available."""
     checkpoint_steps: PositiveInt | None = None
     """Steps between two checkpoints; None for none by steps."""
     checkpoint_seconds: Annotated[float, Field(ge=0)] | None = 60.0
     """Seconds between two checkpoints; None for none by time."""
     timeout: PositiveFloat = 600.0
-    """Seconds to wait for another process, under torchrun, before giving up."""
+    """Timeout for collectives under torchrun, in seconds."""
     output: str | None = None
-    """Run directory; None makes a new one in runs/."""
+    """Run directory; None creates a new one in runs/."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -96,28 +96,28 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.epochs is None and self.budget is None:
-            raise ValueError("epochs or budget must be given, or training never ends")
+            raise ValueError("set epochs or budget: training would never end")
         self.recipe()
         return self
 
     def recipe(self) -> Method:
-        """The method with its settings."""
+        """The method with these options."""
         raise NotImplementedError
 
     def replace(self, **values: Any) -> Self:
-        """The same configuration but for these values, which are validated."""
+        """A copy with these values, which are validated."""
         return type(self)(**{**dict(self), **values})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them; the constructor reads them back."""
+        """Values for JSON; the constructor reads them back."""
         return self.model_dump(mode="json")
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
-        """The first problem in a sentence, with the nearest name for one that is unknown."""
+        """The first problem in a sentence, with a suggestion for an unknown name."""
         found = error.errors()[0]
         kind, context = found["type"], found.get("ctx", {})
-        if kind == "value_error":  # one of our own checks
+        if kind == "value_error":  # from our own validators
             return str(context["error"])
         name = str(found["loc"][0])
         if kind == "extra_forbidden":
@@ -143,15 +143,15 @@ def preset_settings(presets: Mapping[str, dict[str, Any]], name: Any) -> dict[st
     """The settings of a preset.
 
     Raises:
-        ConfigError: If there is none of this name.
+        ConfigError: If there is no preset of this name.
     """
-    if name not in tuple(presets):  # of a file it may be anything, a list too
+    if name not in tuple(presets):  # from a file, it may have any type
         raise ConfigError(f"preset must be one of {', '.join(presets)}, not '{name}'")
     return presets[name]
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values in a configuration file, .json or .toml; their names are not checked.
+    """The values in a configuration file, .json or .toml; names are not checked.
 
     Raises:
         ConfigError: If it cannot be read.
@@ -165,5 +165,5 @@ def read_file(path: Path) -> dict[str, Any]:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise ConfigError(f"{path} is not {kind}: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold names and values, not a {type(values).__name__}")
+        raise ConfigError(f"{path} must hold a table of settings, not a {type(values).__name__}")
     return values

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel in a terminal, a line per evaluation elsewhere."""
+"""Console output of a run: a live panel in a terminal, a line per evaluation elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from flops.training.progress import Evaluation, Result
 from flops.training.trainer import Trainer
 
-SMOOTH = 20  # steps that the shown loss and signal-to-noise ratio are the mean of
+SMOOTH = 20  # steps over which loss and signal-to-noise ratio are averaged
 
 
 def display_for(console: Console) -> Lines | LiveDisplay:
@@ -35,25 +35,25 @@ class Lines:
         self._recent = _Recent()
 
     def start(self, trainer: Trainer, folder: Path | None) -> None:
-        """Say what is trained."""
+        """Print what is trained."""
         self.say(opening(trainer, folder))
         for note in trainer.data.notes:
             self.say(f"note: {note}")
 
     def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        """Remember the loss."""
+        """Update the running means."""
         self._recent.add(line)
 
     def evaluation(self, trainer: Trainer, found: Evaluation) -> None:
-        """Show where the run is."""
+        """Print a line."""
         self.say(self._recent.line(found))
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing to close."""
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
-        """Show warnings as lines of their own, without the place in the code."""
+        """Print warnings as single lines, without the source location."""
 
         def show(message: Warning | str, *_: Any, **__: Any) -> None:
             self.say(f"warning: {message}")
@@ -63,8 +63,10 @@ class Lines:
             yield
 
     def say(self, text: str) -> None:
-        """Print plainly: no markup, no wrapping, numbers as they are."""
-        text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # names may be any bytes
+        """Print plain text: no markup, no wrapping, no highlighting."""
+        text = text.encode("utf-8", "backslashreplace").decode(
+            "utf-8"
+        )  # names may hold invalid bytes
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -86,12 +88,12 @@ class LiveDisplay(Lines):
         self._live.start()
 
     def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        """Renew the panel."""
+        """Update the panel."""
         super().step(trainer, line)
         self._live.update(self.render(trainer), refresh=True)
 
     def evaluation(self, trainer: Trainer, found: Evaluation) -> None:
-        """Show where the run is, above the panel."""
+        """Print a line above the panel."""
         super().evaluation(trainer, found)
         self._evaluation = found
 
@@ -100,7 +102,7 @@ class LiveDisplay(Lines):
         self._live.stop()
 
     def render(self, trainer: Trainer) -> RenderableType:
-        """The panel now."""
+        """Render the panel."""
         done, progress = trainer.fraction(), trainer.progress
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
@@ -116,7 +118,7 @@ class LiveDisplay(Lines):
         for name, value in shown:
             table.add_row(Text(name, style="dim"), Text(value))
         groups = ", ".join(f"{n} {_ratio(v)}" for n, v in self._recent.snr.items())
-        table.add_row(Text("signal to noise", style="dim"), Text(groups))
+        table.add_row(Text("signal-to-noise", style="dim"), Text(groups))
         return Group(bar, table)
 
     def _left(self, done: float) -> str:
@@ -162,14 +164,14 @@ class _Recent:
 
 
 def opening(trainer: Trainer, folder: Path | None) -> str:
-    """What is trained on what, in one line."""
+    """One line about task, method and folder."""
     where = f", in {folder}" if folder is not None else ""
     again = f", from step {trainer.progress.step}" if trainer.progress.step else ""
     return f"{trainer.task.title} with {trainer.config.method}{where}{again}"
 
 
 def closing(result: Result) -> str:
-    """What a run came to and where it is, in two lines."""
+    """Two lines about the result and its folder."""
     test = "" if result.test is None else f", test {result.test:.1%}"
     return (
         f"validation {result.accuracy:.1%}{test} after {result.steps} steps, "
@@ -180,7 +182,7 @@ def closing(result: Result) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:05 or 1:02:03."""
+    """Format as 1:05 or 1:02:03."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,4 +1,4 @@
-"""What the numbers of a run may depend on: versions, cores, threads, the commit."""
+"""Environment of a run: versions, cores, threads, the commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("flops-torch", "torch", "numpy", "safetensors", "transformers", "dat
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers may depend on; nothing that names the machine or its user."""
+    """Everything results may depend on; nothing that identifies the machine or its user."""
     packages: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def rounding() -> dict[str, Any]:
-    """What decides how sums are rounded: with the same of these, the same bits come out."""
+    """Everything that determines rounding: equal values give bit-identical results."""
     return {
         "torch": metadata.version("torch"),
         "threads": torch.get_num_threads(),
@@ -44,7 +44,7 @@ def rounding() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the source, if it lies in a repository that tracks it."""
+    """The commit of the source, if it is tracked by a git repository."""
     here = Path(__file__)
     tracked = ["git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name]
     head = ["git", "-C", str(here.parent), "rev-parse", "HEAD"]

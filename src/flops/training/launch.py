@@ -1,4 +1,4 @@
-"""Runs that `torchrun` starts as several processes: join the group, leave it, agree on things."""
+"""Runs of several processes under `torchrun`: process group setup and broadcast of objects."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def launched() -> bool:
 
 
 @contextmanager
-def joined(timeout: float, device: str) -> Iterator[Collectives]:
-    """The ranks of a launched process, or that of one alone; a group of the caller's own is kept.
+def process_group(timeout: float, device: str) -> Iterator[Collectives]:
+    """Collectives of a launched process, or of world size 1; an existing process group is kept.
 
     Args:
-        timeout: Seconds to wait for an answer before the others are given up.
-        device: What the model runs on: "cpu", "cuda" or "auto".
+        timeout: Timeout of collectives, in seconds.
+        device: Device of the model: "cpu", "cuda" or "auto".
 
     Raises:
         WorkerError: If the others cannot be reached.
@@ -39,15 +39,15 @@ def joined(timeout: float, device: str) -> Iterator[Collectives]:
     try:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise WorkerError(f"the processes do not find each other: {error}") from error
+        raise WorkerError(f"cannot initialise the process group: {error}") from error
     try:
         yield Collectives.of("auto")
     finally:
         dist.destroy_process_group()
 
 
-def share(ranks: Collectives, value: Any) -> Any:
-    """What process 0 has, on all of them: a checkpoint, read by one and from one disk."""
+def broadcast(ranks: Collectives, value: Any) -> Any:
+    """Broadcast an object from rank 0, such as a checkpoint that only it reads."""
     if ranks.alone:
         return value
     parts = [value if ranks.rank == 0 else None]

@@ -1,10 +1,10 @@
 """The one training loop: every method is a configuration of it.
 
-    step -> line in metrics.jsonl -> evaluation, where a mark is reached -> checkpoint, where due
+    step -> line in metrics.jsonl -> evaluation, if a mark is reached -> checkpoint, if due
 
-The order of the points follows from (seed, epoch), and evaluations from the state alone, so that a
-run that continues from a checkpoint does what an unbroken one does: bit for bit on the same machine
-with the same versions and number of threads, else but for rounding.
+The order of points is a function of (seed, epoch), and evaluations depend on the state only. So a
+run resumed from a checkpoint gives the results of an uninterrupted one: bit for bit on the same
+machine with the same versions and number of threads, else up to rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flops.report.allocation import plot_allocation, write_counts
 from flops.report.curves import plot_curves
 from flops.storage.disk import writing
 from flops.training.config import ConfigError, RunConfig
-from flops.training.launch import joined, share
+from flops.training.launch import broadcast, process_group
 from flops.training.progress import Evaluation, Result
 from flops.training.run_directory import RunDirectory, check_free
 from flops.training.signals import GracefulStop
@@ -28,19 +28,19 @@ from flops.training.trainer import Trainer
 
 
 class Display(Protocol):
-    """What watches a run; see `flops.training.console`."""
+    """Observer of a run; see `flops.training.console`."""
 
     def start(self, trainer: Trainer, folder: Path | None) -> None:
-        """Training begins, or goes on."""
+        """Training starts or resumes."""
 
     def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        """A step was taken; its line of the metrics."""
+        """A step was taken; ``line`` is its line in the metrics."""
 
     def evaluation(self, trainer: Trainer, found: Evaluation) -> None:
         """The validation split was evaluated."""
 
     def close(self) -> None:
-        """Training ended, or was broken off."""
+        """Training has ended or was interrupted."""
 
 
 class NullDisplay:
@@ -69,25 +69,25 @@ def train(
     """Train until `epochs` or `budget` is reached, and write the run directory.
 
     Args:
-        config: What to do. Without `output` nothing is written.
+        config: Options of the run. Without `output` nothing is written.
         resume: Continue the run in `output`, from its last checkpoint or from the beginning if
             there is none yet.
-        checkpoint: "last", the last that is whole, or "previous", the one before.
-        display: Watches the run; None for nothing.
+        checkpoint: "last", the last intact one, or "previous", the one before it.
+        display: Observer of the run.
 
-    Under torchrun the processes share the queries of every step; process 0 alone writes.
+    Under torchrun the processes share the queries of every step; only rank 0 writes.
 
     Returns:
-        All evaluations and what the run cost.
+        All evaluations and the cost of the run.
 
     Raises:
-        FlopsError: If the folder, the data, the model and the settings do not fit, a loss is
-            not finite, or another process of the run died.
-        KeyboardInterrupt: After Ctrl-C or SIGTERM, with a checkpoint of the step that was
-            running; a second one stops at once.
+        FlopsError: If folder, data, model and settings do not fit, a loss is not finite, or another
+            process of the run died.
+        KeyboardInterrupt: After Ctrl-C or SIGTERM, with a checkpoint of the current step; a second
+            signal stops at once.
     """
-    with joined(config.timeout, config.device) as ranks:
-        if ranks.rank:  # process 0 has the folder and the display
+    with process_group(config.timeout, config.device) as ranks:
+        if ranks.rank:  # rank 0 has the folder and the display
             config, display = config.replace(output=None), None
         return _train(config, resume, checkpoint, display or NullDisplay(), ranks)
 
@@ -102,19 +102,19 @@ def _train(
     elif path is not None:
         check_free(path)
     elif resume and ranks.rank == 0:
-        raise ConfigError("resume needs the run directory: set `output`")
+        raise ConfigError("to resume, set `output` to the run directory")
     try:
         trainer = Trainer(config)
-        if (restored := share(ranks, restored)) is not None:
+        if (restored := broadcast(ranks, restored)) is not None:
             trainer.load_state_dict(*restored)
-        if path is not None and folder is None:  # now that model, data and settings fit
+        if path is not None and folder is None:  # only after model, data and settings were checked
             folder = RunDirectory.create(path, config)
         shown.start(trainer, path)
         with GracefulStop(folder is not None or ranks.rank > 0) as stopping:
             _loop(trainer, folder, shown, stopping)
         peak = peak_memory()
         if folder is not None:
-            advice = "make room, and resume the run: it is done, and writes them then"
+            advice = "free some space and resume the run, which is complete, to write them"
             with writing(folder.path, advice):
                 _write_results(trainer, folder.path)
     finally:
@@ -154,17 +154,17 @@ def _loop(
         if folder is not None:
             folder.write(line)
         display.step(trainer, line)
-        if trainer.ranks.any(stopping.requested):  # all at the same step
+        if trainer.ranks.any(stopping.requested):  # all ranks stop at the same step
             if folder is not None:
                 folder.save(trainer.progress.step, trainer.weights(), trainer.state_dict())
             raise KeyboardInterrupt
 
 
 def _write_results(trainer: Trainer, folder: Path) -> None:
-    """Write the model and the plots; writing them again gives the same.
+    """Write the model and the plots; idempotent.
 
     Args:
-        trainer: The run at its end.
+        trainer: The finished run.
         folder: The run directory.
     """
     task, data, counts = trainer.task, trainer.data, folder / "counts.safetensors"
@@ -172,17 +172,17 @@ def _write_results(trainer: Trainer, folder: Path) -> None:
     write_counts(counts, trainer.latest, data.train.labels, data.classes, task.pixels)
     try:
         plot_curves(folder / "metrics.jsonl", folder / "curves.png")
-        if trainer.progress.queries:  # backpropagation makes none
+        if trainer.progress.queries:  # none with backpropagation
             plot_allocation(counts, folder / "allocation.png")
     except ImportError as error:
         warnings.warn(f"no plots were drawn: {error}", stacklevel=3)
 
 
 def peak_memory() -> int:
-    """Largest memory that the process ever had, in bytes; 0 where that is not known.
+    """Peak memory of the process in bytes; 0 if unknown.
 
-    Linux's `ru_maxrss` begins at what the parent had when it started the process, so it would give
-    every worker of a comparison the memory of the parent; VmHWM is of the process alone.
+    Linux's `ru_maxrss` starts at the memory of the parent process, so every worker of a comparison
+    would report that of its parent; VmHWM is of the process alone.
     """
     if sys.platform == "linux":
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
@@ -191,14 +191,14 @@ def peak_memory() -> int:
             return found[0] * 1024
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:  # not on Windows
         return 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 class _Clock:
-    """Says when a checkpoint is due; never twice at the same step."""
+    """Schedule of checkpoints; never two at the same step."""
 
     def __init__(self, config: RunConfig, step: int) -> None:
         self._steps, self._seconds = config.checkpoint_steps, config.checkpoint_seconds

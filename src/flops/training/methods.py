@@ -1,14 +1,14 @@
-"""The methods that are compared, each a configuration of the same engine.
+"""The methods, each a configuration of the same engine.
 
 | name | noise | draws | allocation |
 |---|---|---|---|
 | bp | none: backpropagation | | |
-| mezo | all parameters | one for the batch, 2 queries | |
-| n-spsa | parameters, by group | own for every point | equal |
-| deepzero | single coordinates of a pruned set | one for the batch | |
-| lr | leaf outputs, the paper's | own for every point | equal |
-| ops-spsa, ops-lr | as n-spsa and lr | own for every point | Gaussian, the paper's |
-| shaped-lr | stage outputs, shaped | own for every point | Gaussian |
+| mezo | all parameters | shared by the batch, 2 queries | |
+| n-spsa | parameters, by group | per point | equal |
+| deepzero | single coordinates of a pruned set | shared by the batch | |
+| lr | leaf outputs, the paper's | per point | equal |
+| ops-spsa, ops-lr | as n-spsa and lr | per point | Gaussian, the paper's |
+| shaped-lr | stage outputs, shaped | per point | Gaussian |
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ METHODS: tuple[MethodName, ...] = get_args(MethodName)
 
 @dataclass(frozen=True)
 class Method:
-    """A method and its settings.
+    """A method and its hyperparameters.
 
     Args:
-        name: Which one.
+        name: Name of the method.
         queries: Mean queries per point and group; MeZO always makes 2 for the whole model.
-        sigma: Noise scale: one for all groups, or one for each stage of layers (what stands
-            before and after them takes the first and the last). None is 1e-3.
+        sigma: Noise scale: one for all groups, or one per stage of layers (modules before and after
+            them take the first and the last). None is 1e-3.
         targets: What likelihood ratio perturbs; None is "leaf" for lr and ops-lr, "stage" for
             shaped-lr.
-        stages: Groups into which the layers are cut; embeddings, norm and head are their own.
-        clip_attention: Largest norm of the gradient of all attention parameters; None leaves it.
-        noise: Kind of likelihood ratio's noise.
+        stages: Number of groups of layers; embeddings, norm and head are separate groups.
+        clip_attention: Clip the gradient norm of all attention parameters; None does not clip.
+        noise: Distribution of the noise of likelihood ratio.
     """
 
     name: MethodName = "shaped-lr"
@@ -64,21 +64,21 @@ class Method:
     noise: Kind = "gaussian"
 
     def __post_init__(self) -> None:
-        """Check the settings."""
+        """Validate."""
         if self.name not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not '{self.name}'")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, not {self.stages}")
         if self.sigma is not None and len(self.sigma) not in (1, self.stages):
             raise ValueError(
-                f"give one sigma, or one for each of the {self.stages} stages, not {self.sigma}"
+                f"sigma must be one value or one per stage ({self.stages}), not {self.sigma}"
             )
         if self.targets is not None and "lr" not in self.name:
-            raise ValueError(f"targets are perturbed by likelihood ratio only, not by {self.name}")
+            raise ValueError(f"targets applies to likelihood ratio only, not to {self.name}")
 
     @property
     def sigmas(self) -> tuple[float, ...]:
-        """One for each stage."""
+        """Noise scale of each stage."""
         given = self.sigma or (1e-3,)
         return given * self.stages if len(given) == 1 else given
 
@@ -121,14 +121,14 @@ def engine(
     """The engine of a method.
 
     Args:
-        model: What is trained.
+        model: Model to train.
         loss_fn: One loss per point.
         method: The method.
-        seed: Key of the noise.
-        chunk: Most rows in one pass.
-        groups: What is perturbed; None for those of a model with a stack of layers.
-        feature: What a learned allocator makes of the losses.
-        embedding: Module whose output tells which points are alike; None finds one.
+        seed: Seed of the noise.
+        chunk: Largest number of rows per pass.
+        groups: Groups to perturb; None for those of a model with a stack of layers.
+        feature: Feature of the losses for learned allocators.
+        embedding: Module whose output measures the similarity of points; None to choose one.
     """
     learned = method.name in ("ops-spsa", "ops-lr", "shaped-lr")
     allocator: Allocator = Gaussian(feature) if learned else Equal()
@@ -145,7 +145,7 @@ def engine(
 
 
 def estimator(method: Method, sigma: float) -> Estimator:
-    """How a group of a method is estimated."""
+    """The estimator of a group."""
     if method.name == "bp":
         return Exact()
     if method.name == "deepzero":
@@ -158,7 +158,7 @@ def estimator(method: Method, sigma: float) -> Estimator:
 
 
 def _by_place(groups: Sequence[Group], method: Method) -> list[float]:
-    """Sigma of each group: before the layers that of the first stage, behind them of the last."""
+    """Sigma of each group: of the first stage before the layers, of the last after them."""
     sigmas, found = list(method.sigmas), []
     for group in groups:
         _, is_stage, number = (group.name or "").rpartition("blocks-")

@@ -1,4 +1,4 @@
-"""How far a run is, what it has cost, and what was measured on the way."""
+"""Progress, cost and evaluations of a run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def epoch_mark(epoch: int) -> str:
 
 
 def budget_mark(budget: float) -> str:
-    """Name of the point where a budget of forward equivalents is used up."""
+    """Name of the step at which a budget of forward equivalents is used up."""
     return f"budget {budget:.12g}"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The model at one moment of a run.
+    """Evaluation of the model at one step of a run.
 
     Attributes:
         step: Steps taken.
-        epoch: Epochs done, with the part of the running one.
-        accuracy: Share of the validation split that is right.
-        loss: Mean loss of the validation split.
-        queries: Rows run under noise so far.
+        epoch: Epochs, including the fraction of the current one.
+        accuracy: Accuracy on the validation split.
+        loss: Mean loss on the validation split.
+        queries: Rows with noise so far.
         forward_equivalents: Cost of training so far; evaluations are not charged.
         seconds: Time of the training steps so far.
-        marks: What was reached here: `epoch_mark` and `budget_mark`.
-        test: Share of the test split that is right; None where it was not looked at.
+        marks: Marks reached at this step: `epoch_mark` and `budget_mark`.
+        test: Accuracy on the test split; None if it was not evaluated.
     """
 
     step: int
@@ -47,28 +47,28 @@ class Evaluation:
     test: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Values for JSON."""
         return {**dataclasses.asdict(self), "marks": list(self.marks)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """Back from plain values."""
+        """Inverse of `to_dict`."""
         return cls(**{**values, "marks": tuple(values["marks"])})
 
 
 @dataclass
 class RunProgress:
-    """How far a run is; all of it is in its checkpoints.
+    """Progress of a run, saved in its checkpoints.
 
     Attributes:
         step: Steps taken.
-        epoch: Epochs finished.
-        position: Batches taken of the running epoch.
-        queries: Rows run under noise.
+        epoch: Completed epochs.
+        position: Batches taken in the current epoch.
+        queries: Rows with noise.
         parts: Forward equivalents by part.
-        per_point: Forward equivalents that the last step took per point; None before the first.
+        per_point: Forward equivalents per point of the last step; None before the first.
         seconds: Time of the steps.
-        evaluations: All of them, in order.
+        evaluations: All evaluations, in order.
     """
 
     step: int = 0
@@ -82,16 +82,16 @@ class RunProgress:
 
     @property
     def spent(self) -> float:
-        """Forward equivalents in all."""
+        """Total forward equivalents."""
         return float(sum(self.parts.values()))
 
     @property
     def reached(self) -> set[str]:
-        """Marks behind us."""
+        """Marks reached so far."""
         return {mark for evaluation in self.evaluations for mark in evaluation.marks}
 
     def charge(self, part: str, cost: float) -> None:
-        """Add to what the run has cost."""
+        """Add to the cost of a part."""
         self.parts[part] = self.parts.get(part, 0.0) + cost
 
     def add(self, report: StepReport, points: int) -> None:
@@ -106,29 +106,29 @@ class RunProgress:
         self.per_point = (float(report.forward_equivalents) - parts["probe"]) / points
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Values for JSON."""
         found = [evaluation.to_dict() for evaluation in self.evaluations]
         return {**vars(self), "parts": dict(self.parts), "evaluations": found}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunProgress:
-        """Back from plain values."""
+        """Inverse of `to_dict`."""
         found = [Evaluation.from_dict(e) for e in values["evaluations"]]
         return cls(**{**values, "evaluations": found})
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         evaluations: All evaluations, in order; the last one is the end.
         steps: Steps taken.
-        queries: Rows run under noise.
+        queries: Rows with noise.
         forward_equivalents: Cost of training.
-        parts: The same by part.
+        parts: Cost by part.
         seconds: Time of the training steps.
-        peak_memory: Largest memory of the process in bytes, data and libraries included.
+        peak_memory: Peak memory of the process in bytes, data and libraries included.
         folder: The run directory; None if nothing was written.
     """
 
@@ -148,7 +148,7 @@ class Result:
 
     @property
     def test(self) -> float | None:
-        """Test accuracy at the end, if it was looked at."""
+        """Test accuracy at the end, if evaluated."""
         return self.evaluations[-1].test
 
     def at(self, *, epoch: int | None = None, budget: float | None = None) -> Evaluation:
@@ -158,7 +158,7 @@ class Result:
             ValueError: If neither or both are given, or the run was not evaluated there.
         """
         if (epoch is None) == (budget is None):
-            raise ValueError("give either an epoch or a budget")
+            raise ValueError("pass either epoch or budget")
         mark = epoch_mark(epoch) if epoch is not None else budget_mark(budget or 0.0)
         for evaluation in self.evaluations:
             if mark in evaluation.marks:

@@ -6,10 +6,10 @@
 | environment.json | versions, cores, the commit if there is one |
 | metrics.jsonl | a line for every step and every evaluation |
 | checkpoints/ | the last two, see `flops.training.checkpoint` |
-| counts.safetensors | queries of each training point when it was last seen |
-| curves.png, allocation.png | drawn from metrics.jsonl and counts.safetensors alone |
-| model/ | the trained model, as `transformers` reads it, or the adapter of an alignment |
-| report.md | of an alignment: evaluations, and what is said of some images before and after |
+| counts.safetensors | queries of each training point at its last visit |
+| curves.png, allocation.png | plots of metrics.jsonl and counts.safetensors |
+| model/ | the trained model in the format of `transformers`, or the adapter of an alignment |
+| report.md | of an alignment: evaluations, and generated captions before and after |
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ from flops.version import __version__
 
 
 class RunDirectoryError(FlopsError):
-    """A run directory is in use, or is none."""
+    """A folder is in use, or not a run directory."""
 
 
 class RunDirectory:
-    """An open run directory; one process at a time.
+    """An open run directory, for one process at a time.
 
-    While the disk is full, training goes on: lines of metrics are kept in memory, and writing is
-    tried again at every line and every checkpoint.
+    Training continues while the disk is full: lines of metrics are kept in memory, and writing is
+    retried at every line and every checkpoint.
 
     Args:
         path: The folder.
-        lock: What `_lock` returned for it.
+        lock: Its lock, from `_lock`.
     """
 
     def __init__(self, path: Path, lock: BaseFileLock) -> None:
         self.path = path
         self._lock = lock
         self._metrics: FileIO = (path / "metrics.jsonl").open("ab", buffering=0)
-        self._pending = b""  # of the metrics: what could not be written yet
-        self._said = False
+        self._pending = b""  # metrics that could not be written yet
+        self._warned = False
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
-        """A new run.
+        """Create the directory of a new run.
 
         Raises:
-            RunDirectoryError: If the folder holds a run, or anything else, or cannot be written to.
+            RunDirectoryError: If the folder is not empty or not writable.
         """
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)  # first: of two that start here at once, one must see the other
+            lock = _lock(path)  # first, so that of two processes that start here only one goes on
             try:
                 check_free(path)
                 _write(path / "environment.json", environment())
-                _write(path / "config.json", config.to_dict())  # last: it makes the folder a run
+                _write(path / "config.json", config.to_dict())  # last: it marks the folder as a run
                 return cls(path, lock)
             except BaseException:
                 lock.release()
@@ -80,42 +80,44 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path, which: str = "last") -> tuple[RunDirectory, Any]:
-        """A run to be continued, and the state that its metrics are cut back to.
+        """Open a run to resume it, with its metrics truncated to the checkpoint.
 
         Returns:
             The folder, and (weights, state) of the checkpoint; None to start from the beginning.
 
         Raises:
-            RunDirectoryError: If this is no run, or another process is at it.
+            RunDirectoryError: If this is not a run, or is in use by another process.
             CheckpointError: If the checkpoint is damaged.
         """
         check_run(path)
         with _writing(path):
             run = cls(path, _lock(path))
         try:
-            for left in path.glob(f"{UNFINISHED}*"):  # by a process that was killed
+            for left in path.glob(f"{UNFINISHED}*"):  # of killed processes
                 remove(left)
-            restored = run._set_back(which)
-            _say_what_changed(path, {} if restored is None else restored[1].get("rounding", {}))
+            restored = run._roll_back(which)
+            _warn_if_environment_changed(
+                path, {} if restored is None else restored[1].get("rounding", {})
+            )
             return run, restored
         except BaseException:
             run.close()
             raise
 
-    def _set_back(self, which: str) -> tuple[dict[str, Tensor], Any] | None:
-        """The checkpoint, with the metrics cut back to its step."""
+    def _roll_back(self, which: str) -> tuple[dict[str, Tensor], Any] | None:
+        """Load the checkpoint and truncate the metrics to its step."""
         place = self.path / "checkpoints"
         checkpoints.clean(place)
         restored = checkpoints.restore(place, which)
         size = 0 if restored is None else int(restored[1]["metrics"])
         if os.fstat(self._metrics.fileno()).st_size < size:
             file = self.path / "metrics.jsonl"
-            raise RunDirectoryError(f"{file} is shorter than at the checkpoint; lines are missing")
+            raise RunDirectoryError(f"{file} is shorter than at the checkpoint: lines are missing")
         self._metrics.truncate(size)
         return restored
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add a line to the metrics, at the next one if the disk is full."""
+        """Add a line to the metrics; if the disk is full, it is written with a later one."""
         text = json.dumps(_finite(line), allow_nan=False)
         self._pending += text.encode() + b"\n"
         try:
@@ -130,18 +132,18 @@ class RunDirectory:
     def save(
         self, step: int, weights: dict[str, Tensor], state: dict[str, Any], last: bool = False
     ) -> None:
-        """Write a checkpoint that knows how long the metrics were and what rounded its numbers.
+        """Write a checkpoint, with the length of the metrics and what determines rounding.
 
-        If that fails, the one before stays, and a warning says so, once until it works again.
+        On failure the previous checkpoint is kept, with one warning until writing works again.
 
         Args:
-            step: Names it.
-            weights: The model's.
-            state: The rest.
-            last: Whether there is no later one to try again at.
+            step: Number of the step.
+            weights: Weights of the model.
+            state: The rest of the state.
+            last: Whether this is the last checkpoint of the run.
 
         Raises:
-            DiskError: The last one cannot be written.
+            DiskError: The last checkpoint cannot be written.
         """
         place = self.path / "checkpoints"
         try:
@@ -153,19 +155,19 @@ class RunDirectory:
         except UNWRITABLE as error:
             if last:
                 raise DiskError(
-                    f"cannot write to {self.path}: {reason(error)}; training is done, but its end "
-                    f"is not kept: make room, and resume the run {self._from()}"
+                    f"cannot write to {self.path}: {reason(error)}; training is complete, but its "
+                    f"end is not saved: free some space and resume the run {self._from()}"
                 ) from error
             self._say(error)
             return
-        self._said = False
+        self._warned = False
 
     def _say(self, error: BaseException) -> None:
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
-                f"cannot write to {self.path}: {reason(error)}; training goes on, and writing is "
-                f"tried again at every checkpoint; a run resumed now would go on {self._from()}",
+                f"cannot write to {self.path}: {reason(error)}; training continues, and writing is "
+                f"retried at every checkpoint; a run resumed now would continue {self._from()}",
                 stacklevel=4,
             )
 
@@ -174,34 +176,34 @@ class RunDirectory:
         return f"from {found[-1].name}" if found else "from the beginning"
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         with suppress(OSError):
             self._metrics.close()
         self._lock.release()
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that is in use, or cannot be made.
+    """Raise if a folder cannot become a new run directory.
 
     Raises:
-        RunDirectoryError: If it holds a run, or anything else, or cannot be written to.
+        RunDirectoryError: If it is not empty or not writable.
     """
     with _writing(path):
         above = next(p for p in (path, *path.parents) if p.exists())
     if is_run(path):
         raise RunDirectoryError(
-            f"{path} already holds a run; continue it with --resume {path}, or give another "
+            f"{path} already holds a run; continue it with --resume {path}, or choose another "
             "--output"
         )
     if not above.is_dir():
-        raise RunDirectoryError(f"{above} is a file; give another --output")
+        raise RunDirectoryError(f"{above} is a file; choose another --output")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise RunDirectoryError(f"{above} cannot be written to; give another --output")
-    known = (UNFINISHED, ".", "environment.json")  # left by a process that was killed at its start
+        raise RunDirectoryError(f"{above} is not writable; choose another --output")
+    known = (UNFINISHED, ".", "environment.json")  # left by a process that was killed at startup
     found = path.iterdir() if path.exists() else ()
     if others := [p.name for p in found if not p.name.startswith(known)]:
         raise RunDirectoryError(
-            f"{path} is not empty (it holds {others[0]}); give an --output of its own"
+            f"{path} is not empty (it holds {others[0]}); choose another --output"
         )
 
 
@@ -211,7 +213,7 @@ def is_run(path: Path) -> bool:
 
 
 def check_run(path: Path) -> None:
-    """Refuse a folder in which no run was started.
+    """Raise if a folder holds no run.
 
     Raises:
         RunDirectoryError: If there is no run.
@@ -223,7 +225,7 @@ def check_run(path: Path) -> None:
 
 
 def read_settings(path: Path, kind: type[Settings]) -> Settings:
-    """The settings of a run; those that it does not have are the defaults.
+    """The settings of a run, with defaults for missing ones.
 
     Args:
         path: The run directory.
@@ -247,7 +249,7 @@ def read_settings(path: Path, kind: type[Settings]) -> Settings:
 
 
 def _environment(path: Path) -> dict[str, Any]:
-    """What the run began with; empty if that is not known."""
+    """Environment at the start of the run; empty if unknown."""
     try:
         found = read_file(path / "environment.json")
     except ConfigError:
@@ -255,18 +257,18 @@ def _environment(path: Path) -> dict[str, Any]:
     return found if isinstance(found.get("packages", {}), dict) else {}
 
 
-def _say_what_changed(path: Path, last: dict[str, Any]) -> None:
-    """Warn if the run cannot go on with the same bits.
+def _warn_if_environment_changed(path: Path, last: dict[str, Any]) -> None:
+    """Warn if resuming cannot be bit-identical.
 
     Args:
-        path: The run.
-        last: What rounded the numbers of the checkpoint; empty if it does not say.
+        path: The run directory.
+        last: What determined the rounding of the checkpoint; empty if unknown.
     """
     began, now = _environment(path), environment()
     before = {**began.get("packages", {}), **began, **last}
     present = {**now["packages"], **now}
     watched = [*now["packages"], "threads", "capability"]
-    if "capability" not in before:  # of a run that began before this was noted
+    if "capability" not in before:  # of a run from before this was recorded
         watched.remove("capability")
     said = {"threads": "number of threads", "capability": "CPU capability"}
     changed = [
@@ -276,14 +278,14 @@ def _say_what_changed(path: Path, last: dict[str, Any]) -> None:
     ]
     if changed:
         warnings.warn(
-            f"the run was at {', '.join(changed)}; it goes on, and differs from an unbroken run "
-            "by rounding",
+            f"the run was at {', '.join(changed)}; it continues, but differs from an uninterrupted "
+            "run by rounding",
             stacklevel=5,
         )
 
 
 def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:
-    """A name that is free, made of data, method and seed."""
+    """An unused folder name from data, method and seed."""
     names = (config.data, config.method, f"seed{config.seed}")
     name = safe_name("-".join(Path(part).name or "root" for part in names))
     number = 1
@@ -293,7 +295,7 @@ def new_folder(config: RunConfig, base: Path = Path("runs")) -> Path:
 
 
 def _lock(path: Path) -> BaseFileLock:
-    """Hold the folder until the process ends, however it ends."""
+    """Lock the folder until the process ends."""
     try:
         return acquire_lock(path / ".lock", mode=0o644)
     except Timeout as error:
@@ -313,7 +315,7 @@ def _write(path: Path, values: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
+    """Replace non-finite numbers, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -14,11 +14,11 @@ class GracefulStop:
     """Records a request to stop instead of stopping; a second one raises KeyboardInterrupt.
 
     Args:
-        active: False leaves signals alone. So does a thread other than the main one, which cannot
-            receive them.
+        active: Whether to install handlers; never done outside the main thread, which receives
+            signals.
 
     Attributes:
-        requested: Whether a signal came.
+        requested: Whether a signal was received.
     """
 
     def __init__(self, active: bool) -> None:
@@ -27,13 +27,13 @@ class GracefulStop:
         self.requested = False
 
     def __enter__(self) -> GracefulStop:
-        """Take the signals over."""
+        """Install the handlers."""
         if self._active:
             self._before = {number: signal.signal(number, self._request) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -1,7 +1,7 @@
-"""What a training run needs of its task: a model, data, an engine, a measure of success.
+"""The interface of a task to the training loop: a model, data, an engine, a metric.
 
 `flops.tasks.classification` trains image classifiers, `flops.tasks.alignment` aligns two models;
-the loop, the run directory, checkpoints, progress and resuming are the same.
+loop, run directory, checkpoints, progress and resuming are shared.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from flops.training.progress import Evaluation
 
 
 class TaskSplit(Protocol):
-    """A split: neither the number of points nor what a row holds ever changes."""
+    """A split, fixed in number and order of points."""
 
     @property
     def labels(self) -> Tensor:
-        """Classes of all points, (N,), int64; all 0 where there are none."""
+        """Classes of all points, (N,), int64; 0 without classes."""
 
     def __len__(self) -> int:
         """Number of points."""
 
 
 class TaskData(Protocol):
-    """Three splits, and what is known about them."""
+    """Three splits and their metadata."""
 
     @property
     def train(self) -> TaskSplit: ...  # noqa: D102
@@ -58,7 +58,7 @@ class Task(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """What is trained, in evaluation mode; frozen parameters are in no checkpoint."""
+        """The model, in evaluation mode; frozen parameters are not in checkpoints."""
 
     @property
     def data(self) -> TaskData:
@@ -66,7 +66,7 @@ class Task(Protocol):
 
     @property
     def title(self) -> str:
-        """What is trained on what, in a line."""
+        """One line about model and data."""
 
     def engine(self) -> ForwardGradient:
         """The engine of the configured method."""
@@ -75,28 +75,28 @@ class Task(Protocol):
         """Inputs and targets of some training points, on the device."""
 
     def limit_gradients(self) -> None:
-        """Change gradients before the optimizer sees them, if configured."""
+        """Clip gradients before the optimizer step, if configured."""
 
     def measure(self, split: Any, ranks: Collectives) -> tuple[float, float]:
-        """Accuracy and mean loss on a split; the processes of a ranks share the work."""
+        """Accuracy and mean loss on a split; ranks share the work."""
 
     def contents(self) -> Iterable[bytes]:
-        """What tells the data from others: a run that goes on must find them unchanged."""
+        """Bytes that identify the data: a resumed run must find them unchanged."""
 
     def pixels(self, rows: Tensor) -> Tensor:
-        """Images of some training points in [0, 1], (n, channels, side, side), to be looked at."""
+        """Images of some training points in [0, 1], (n, channels, side, side), for display."""
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
-        """Write what was trained, and what else the task has to show, into the run directory."""
+        """Write the trained model, and reports of the task, into the run directory."""
 
 
 @singledispatch
 def open_task(config: RunConfig, device: torch.device) -> Task:
     """Load the model and the data of a configuration.
 
-    A task registers itself for its configuration: `open_task.register(MyConfig)(MyTask)`.
+    Tasks are registered by the type of their configuration: `open_task.register(MyConfig)(MyTask)`.
 
     Raises:
-        FlopsError: If the two do not fit together, or cannot be read.
+        FlopsError: If they cannot be read or do not fit together.
     """
     raise TypeError(f"no task is registered for a {type(config).__name__}")

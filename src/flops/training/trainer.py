@@ -1,4 +1,4 @@
-"""A model, its data, its engine and its optimizer, with everything a resumed run needs."""
+"""Model, data, engine, optimizer and progress of a run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from flops.training.device import find_device
 from flops.training.progress import Evaluation, RunProgress, budget_mark, epoch_mark
 from flops.training.task import open_task
 
-ORDER = 0x0D0E  # sets the order of the points apart from other uses of the seed
-PROBE_ROWS = 16  # on which the engine traces the model
+ORDER = 0x0D0E  # stream of the order of points, distinct from other uses of the seed
+PROBE_ROWS = 16  # rows for tracing the model
 
 
 class Trainer:
-    """One run: the parts that `flops.training.loop.train` moves forward.
+    """The state of one run, advanced by `flops.training.loop.train`.
 
     Args:
-        config: What to train.
+        config: Options of the run.
 
     Attributes:
         task: Model and data.
-        ranks: Processes that train together.
-        latest: Queries that each training point got when it was last seen, over all groups;
-            -1 for a point that was not seen yet.
+        ranks: Collectives of the processes that train together.
+        latest: Queries of each training point at its last visit, over all groups; -1 for a point
+            not visited yet.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -50,12 +50,12 @@ class Trainer:
 
     @property
     def points(self) -> int:
-        """Training points."""
+        """Number of training points."""
         return len(self.data.train)
 
     @property
     def batches(self) -> list[Tensor]:
-        """Rows of the batches of the running epoch, a function of the seed and the epoch alone."""
+        """Rows of the batches of the current epoch, a function of seed and epoch."""
         epoch = self.progress.epoch
         if self._order[0] != epoch:
             source = generator(self.config.seed, epoch, ORDER)
@@ -64,10 +64,9 @@ class Trainer:
         return self._order[1]
 
     def _probe(self) -> None:
-        """Let the engine trace the model on the untrained weights.
+        """Trace the model with its untrained weights.
 
-        It would do so at the first step; then a resumed run would trace trained weights, and pay
-        twice.
+        At the first step instead, a resumed run would trace trained weights and be charged twice.
         """
         rows = self.batches[0][:PROBE_ROWS]
         with self.fg.session(*self.task.batch(rows), index=rows, skip=True) as session:
@@ -80,7 +79,7 @@ class Trainer:
         self.optimizer.zero_grad()
         report = self.fg.estimate(inputs, targets, index=rows)
         self.task.limit_gradients()
-        if self.config.schedule == "cosine":  # from the state alone, so that a run can go on
+        if self.config.schedule == "cosine":  # from the state only, so that runs can resume
             self._set_rate(0.5 * (1 + math.cos(math.pi * self.fraction())))
         self.optimizer.step()
         self.latest[rows] = sum(report.counts.values(), torch.zeros(len(rows), dtype=torch.long))
@@ -115,20 +114,20 @@ class Trainer:
 
     @property
     def epochs_done(self) -> float:
-        """Epochs, with the part of the running one."""
+        """Epochs, including the fraction of the current one."""
         return self.progress.epoch + self.progress.position / len(self.batches)
 
     def due(self) -> list[str]:
-        """Marks that are reached here and were not before.
+        """Marks newly reached at this step.
 
-        A budget is used up when the next step would go beyond it, by what the last one took.
+        A budget is used up when a step of the last one's cost would exceed it.
         """
         config, progress, found = self.config, self.progress, []
         if progress.position == 0 and (
             progress.epoch % config.evaluate_every == 0 or progress.epoch == config.epochs
         ):
             found.append(epoch_mark(progress.epoch))
-        # The first step says nothing about the next: it may have looked at the model, or pruned.
+        # The first step may include tracing or pruning, so its cost does not predict the next.
         per_point = (progress.per_point or 0.0) if progress.step > 1 else 0.0
         after = progress.spent + per_point * len(self.batches[progress.position])
         budgets = [*config.marks, *([] if config.budget is None else [config.budget])]
@@ -138,7 +137,7 @@ class Trainer:
 
     @property
     def stops(self) -> list[str]:
-        """The marks that training may end at."""
+        """Marks at which training may end."""
         epochs, budget = self.config.epochs, self.config.budget
         marks = [epoch_mark(epochs)] if epochs is not None else []
         return marks if budget is None else [*marks, budget_mark(budget)]
@@ -149,7 +148,7 @@ class Trainer:
         return any(met) if self.config.until == "first" else all(met)
 
     def fraction(self) -> float:
-        """How much of the run is done, between 0 and 1."""
+        """Completed fraction of the run."""
         parts = []
         if self.config.epochs is not None:
             parts.append(self.epochs_done / self.config.epochs)
@@ -179,13 +178,15 @@ class Trainer:
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights without the frozen ones, which are where they came from."""
-        parameters = self.model.named_parameters(remove_duplicate=False)  # tied ones have two names
+        """The model's weights without frozen ones."""
+        parameters = self.model.named_parameters(
+            remove_duplicate=False
+        )  # tied parameters have two names
         frozen = {n for n, p in parameters if not p.requires_grad}
         return {n: value for n, value in self.model.state_dict().items() if n not in frozen}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything beside the model's weights."""
+        """Everything but the model's weights."""
         return {
             "engine": self.fg.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -196,17 +197,17 @@ class Trainer:
         }
 
     def _digest(self) -> int:
-        """A number that changes when the contents of the data do, such as labels and classes."""
+        """Hash of the contents of the data, such as labels and classes."""
         found = 0
         for content in self.task.contents():
             found = crc32(content, found)
         return found
 
     def load_state_dict(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Continue where a checkpoint was taken.
+        """Continue from a checkpoint.
 
         Raises:
-            FlopsError: If the data are not those that the run was started with.
+            FlopsError: If the data have changed since the run was started.
         """
         now = self.state_dict()["points"]
         if now != state["points"]:
@@ -217,8 +218,8 @@ class Trainer:
             )
         if state.get("labels", self._digest()) != self._digest():
             raise FlopsError(
-                f"labels or classes of '{self.config.data}' are not those that the run was started "
-                "with; restore the data, or start a new run"
+                f"labels or classes of '{self.config.data}' have changed since the run was "
+                "started; restore the data, or start a new run"
             )
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
         trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
