@@ -212,13 +212,13 @@ def test_check_service_says_soon_what_is_wrong(server, tmp_path) -> None:
         said = contact(f"http://127.0.0.1:{web.server_port}")
         web.shutdown()
         thread.join()
-    assert "is no `flops serve` (status 404" in said
+    assert "is not a `flops serve` (status 404" in said
 
 
 def test_check_service_checks_the_key(tmp_path) -> None:
     with Server(tmp_path, key="a key") as keyed:
         check_service(keyed.url, "a key\n")
-        assert "rejects the key (401): give it with --api-key-env" in contact(keyed.url, "secret")
+        assert "rejects the key (401): pass it with --api-key-env" in contact(keyed.url, "secret")
         assert "secret" not in contact(keyed.url, "secret")
         assert "needs a key" in contact(keyed.url)
 

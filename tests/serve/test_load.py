@@ -9,7 +9,7 @@ from benchmarks.service import measure
 
 def correct(found: dict[str, float]) -> None:
     assert found["errors"] == 0
-    assert found["paid, not received"] == 0
+    assert found["charged, not received"] == 0
     assert found["requests"] > 0
     assert found["ratio"] > 0
     assert found["MB, last"] - found["MB, first"] < 100

@@ -1,9 +1,9 @@
-"""The HTTP service: a frozen model that gives logits for prompts, never weights or gradients.
+"""The HTTP service: a frozen model that returns logits for prompts, never weights or gradients.
 
 | | |
 |---|---|
 | GET /v1/info | model, classes, widths, limits, batch sizes |
-| GET /v1/health | whether it runs; needs no key |
+| GET /v1/health | liveness; needs no key |
 | GET /v1/usage | totals of the answer store |
 | GET /v1/metrics | counters for Prometheus |
 | PUT /v1/points/{digest} | upload points once |
@@ -61,16 +61,16 @@ ERROR = {
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
         400: "The body cannot be read",
-        401: "No key, or a wrong one",
+        401: "Missing or wrong API key",
         404: "No such points",
         408: "The body did not arrive in time",
         409: "The key was used for another body",
         413: "The body is too large",
-        415: "Another content type",
+        415: "Unsupported content type",
         422: "Shapes, types or values do not fit",
         429: "Too many requests; see Retry-After",
-        503: "The answer could not be stored; try again",
-        507: "The answer store is full; what it holds is still served",
+        503: "The answer could not be stored; retry",
+        507: "The answer store is full; stored answers are still served",
     }
     return {
         status: {"description": meanings[status], "content": {JSON: {"schema": ERROR}}}
@@ -86,7 +86,7 @@ router = APIRouter(prefix="/v1")
 
 
 def admit(request: Request) -> Service:
-    """Check the rate of wrong keys, the key in constant time, then the rate of requests.
+    """Check the rate of wrong keys, the key (in constant time), then the rate of requests.
 
     Raises:
         WireError: 401 or 429.
@@ -106,7 +106,7 @@ def admit(request: Request) -> Service:
 
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """Say that the service runs."""
+    """Liveness check."""
     return {"status": "ok"}
 
 
@@ -137,8 +137,8 @@ async def metrics(request: Request) -> Response:
 @router.put(
     "/points/{digest}",
     responses={
-        200: {"description": "They were there already"},
-        201: {"description": "They are stored"},
+        200: {"description": "Already stored"},
+        201: {"description": "Stored"},
         **_errors(400, 401, 408, 413, 415, 422, 429, 503, 507),
     },
     openapi_extra={"requestBody": POINTS_BODY, **SECURED},
@@ -235,7 +235,7 @@ def create_app(setup: Setup) -> FastAPI:
         version="1",
         description="Logits of a frozen model for prompts. It never returns weights or gradients.",
         lifespan=lifespan,
-        openapi_url=None,  # our own routes, which need the key unless only local
+        openapi_url=None,  # own routes, which need the key unless the service is local
         docs_url=None,
         redoc_url=None,
     )
@@ -250,7 +250,7 @@ def create_app(setup: Setup) -> FastAPI:
 
 
 def _content(request: Request, *allowed: str) -> str:
-    """The content type, if it is allowed."""
+    """The content type, if allowed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in allowed or request.headers.get("content-encoding", "identity") != "identity":
         raise WireError(f"send the body as {' or '.join(allowed)}, not encoded otherwise", 415)
@@ -266,18 +266,18 @@ def _handlers(app: FastAPI) -> None:
         if error.retry_after is not None:
             headers["Retry-After"] = retry_after(error.retry_after)
         if error.status in (408, 413):
-            headers["Connection"] = "close"  # the rest of the body is not read
+            headers["Connection"] = "close"  # the rest of the body is unread
         return JSONResponse({"error": str(error)}, error.status, headers)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, _: ClientDisconnect) -> JSONResponse:
         log.warning("%s %s: the client disconnected", request.method, request.url.path[:100])
-        return JSONResponse({"error": "the body was not complete"}, 400)  # nobody reads it
+        return JSONResponse({"error": "the body was not complete"}, 400)  # the client is gone
 
     @app.exception_handler(StoreError)
     async def unreadable(_: Request, error: StoreError) -> JSONResponse:
         log.error("%s", error)
-        message = {"error": "the answer store cannot be read; try again"}
+        message = {"error": "the answer store cannot be read; retry"}
         return JSONResponse(message, 503, {"Retry-After": "1"})
 
     @app.exception_handler(RequestValidationError)
@@ -292,11 +292,11 @@ def _handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": "the service failed; its log says why"}, 500)
+        return JSONResponse({"error": "internal error; see the log of the service"}, 500)
 
 
 class _Counted:
-    """Counts statuses; plain ASGI, because it sees every request."""
+    """Counts responses by status; plain ASGI, to see every request."""
 
     def __init__(self, app: Any, service: FastAPI) -> None:
         self._app = app

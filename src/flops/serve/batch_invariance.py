@@ -1,4 +1,4 @@
-"""How much the rows of a batch change each other: 0 if not in a single bit."""
+"""Batch invariance: how much a row's result depends on the rest of its batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from torch import Tensor
 def deviation(function: Callable[..., Tensor], rows: Sequence[Tensor], size: int) -> float:
     """Largest difference between results of a row, over positions, neighbours and repeats.
 
-    A matrix product's order of summation depends on the shape, the threads, the kernel and, at the
-    edge of a tile, on the place of a row; never on values. So what holds for these rows to the last
-    bit holds for others of this shape in this process.
+    The order of summation in a matrix product depends on the shape, the threads, the kernel and, at
+    the edge of a tile, on the position of a row; never on values. So bitwise equality for these
+    rows holds for all rows of this shape in this process.
 
     Args:
-        function: Of one or more batches, row by row.
+        function: Row-wise function of one or more batches.
         rows: Its arguments, with twice as many rows as the largest size.
-        size: Rows of a batch.
+        size: Rows per batch.
 
     Returns:
-        0.0 if all results of a row have the same bits; infinity if some are not finite only in one
-        place.
+        0.0 if all results of a row are bitwise equal; infinity if only some of them are finite.
     """
     most = 0.0
     for found, expected in _pairs(function, rows, size):
@@ -37,7 +36,7 @@ def deviation(function: Callable[..., Tensor], rows: Sequence[Tensor], size: int
 def _pairs(
     function: Callable[..., Tensor], rows: Sequence[Tensor], size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Results that should be the same."""
+    """Pairs of results that should be equal."""
     batch, others = [r[:size] for r in rows], [r[-size:] for r in rows]
     expected = function(*batch)
     copies = function(*(r[:1].expand_as(r).contiguous() for r in batch))

@@ -1,4 +1,4 @@
-"""LRU cache of features whose rows lie in one tensor, so that many are gathered at once."""
+"""LRU cache of features in one tensor, so that many rows are gathered at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class FeatureCache:
         self._slots: OrderedDict[Hashable, int] = OrderedDict()
 
     def claim(self, keys: Iterator[Hashable]) -> tuple[list[int], dict[Any, int]]:
-        """Slot of every key, and the keys whose slots are still to be filled.
+        """Slot of every key, and the keys whose slots must be filled.
 
-        No more distinct keys than slots, or the first lose theirs.
+        With more distinct keys than slots, the first are evicted.
         """
         slots, missing = [], {}
         for key in keys:

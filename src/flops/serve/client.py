@@ -1,7 +1,7 @@
-"""The client: retries until it has every answer, and pays for each once.
+"""The client: retries until it has every answer, and is charged once for each.
 
 Every attempt of a request sends the same bytes under the same idempotency key, so a retry is always
-safe: what the service has already computed comes back free.
+safe: an answer that the service has already computed is free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flops.serve.retry import RETRYABLE, RetryableError, RetryPolicy, ServiceErr
 from flops.serve.schema import KEY, ScoreRequest
 
 T = TypeVar("T")
-CONNECT_SECONDS = 2.5  # for a service to answer the first request
+CONNECT_SECONDS = 2.5  # timeout of the first request
 __all__ = ["KeyedScoreRequest", "Scores", "ServiceClient", "ServiceError", "check_service"]
 
 
@@ -38,7 +38,7 @@ class KeyedScoreRequest(ScoreRequest):
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Logits and what they cost; a replayed answer was paid for before."""
+    """Logits and their cost; a replayed answer is free."""
 
     logits: Tensor  # (Q, C)
     queries: int
@@ -52,10 +52,10 @@ class ServiceClient:
 
     Args:
         url: As `flops serve` prints it.
-        api_key: The key, if the service wants one.
+        api_key: The key, if the service needs one.
         timeout: Seconds for the service to send something, in each attempt.
-        concurrency: Most requests at a time.
-        attempts: Tries of a request before it is an error.
+        concurrency: Largest number of requests in flight.
+        attempts: Attempts per request.
         retries: How long to wait between them; the default backs off up to 10 s with full jitter.
     """
 
@@ -76,7 +76,7 @@ class ServiceClient:
         self._counting = threading.Lock()
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         pool = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        # No proxy from the environment: a service on this machine is not reached through one.
+        # Ignore proxies of the environment, which cannot reach a local service.
         self._http = httpx.Client(
             headers=headers,
             timeout=httpx.Timeout(timeout, pool=None),
@@ -92,7 +92,7 @@ class ServiceClient:
             return {name: self._counts[name] for name in names}
 
     def info(self) -> dict[str, Any]:
-        """What the service says about its model and limits."""
+        """Model and limits of the service."""
         return self._request("GET", "/v1/info", _info)
 
     def usage(self) -> dict[str, int]:
@@ -100,7 +100,7 @@ class ServiceClient:
         return self._json("/v1/usage")
 
     def upload(self, pixels: Tensor) -> str:
-        """Upload points; their digest names them from then on. Uploading twice is harmless.
+        """Upload points and return their digest, which identifies them. Idempotent.
 
         Args:
             pixels: uint8 (N, H, W) or (N, H, W, C).
@@ -110,7 +110,7 @@ class ServiceClient:
 
         def read(response: httpx.Response) -> str:
             if _object(response).get("points") != name:
-                raise RetryableError("the answer to the upload does not name the points")
+                raise RetryableError("the response to the upload has no digest of the points")
             return name
 
         return self._request("PUT", f"/v1/points/{name}", read, body)
@@ -134,16 +134,16 @@ class ServiceClient:
             text_of: Text prompt of each row, int64 (Q,).
             image: Image prompts, float32 (R, m_I, image_width).
             image_of: Image prompt of each row, int64 (Q,).
-            key: Names this request for ever: 1 to 128 letters, digits or _ . : -
+            key: Idempotency key: 1 to 128 letters, digits or _ . : -
 
         Raises:
-            ServiceError: The service refuses, gives an answer that is not finite, or none that can
-                be read in all attempts.
+            ServiceError: The service rejects the request, the logits are not finite, or all
+                attempts fail.
         """
         return self.send(KeyedScoreRequest(points, rows, text, text_of, image, image_of, key))
 
     def send(self, request: KeyedScoreRequest) -> Scores:
-        """As `score`, with the arguments in one."""
+        """As `score`, for a request object."""
         if not KEY.fullmatch(request.key):
             raise ServiceError(
                 f"the key {request.key!r} is not 1 to 128 letters, digits or _ . : -"
@@ -167,7 +167,7 @@ class ServiceClient:
         """Send with bounded concurrency, and yield (position, scores) of each answer as it arrives.
 
         If one fails, no more are sent, those in flight are still yielded, and then the error is
-        raised: no answer that was paid for is lost.
+        raised: no answer that was charged is lost.
         """
         waiting: dict[Future[Scores], int] = {}
         error: BaseException | None = None
@@ -252,18 +252,21 @@ def check_service(url: str, api_key: str | None = None) -> None:
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = (
                     f"no service answers at {url} ({type(error).__name__}): start one with `flops "
-                    "serve`, or give its address with --url"
+                    "serve`, or pass its address with --url"
                 )
             if problem is None:
                 return
-            if time.monotonic() + 0.6 > end:  # earlier attempts may have failed by the network
+            if time.monotonic() + 0.6 > end:  # earlier attempts may have been network failures
                 raise ServiceError(problem)
             time.sleep(0.2)
 
 
 def _start_of(http: httpx.Client, url: str, end: float) -> tuple[httpx.Response, bytes]:
-    """A response and its first megabytes: another server may send without end."""
-    content, timeout = b"", max(0.1, end - time.monotonic()) / 2  # to connect, and to answer
+    """A response and its first megabytes: an unknown server may send without end."""
+    content, timeout = (
+        b"",
+        max(0.1, end - time.monotonic()) / 2,
+    )  # for connecting and for the response
     with http.stream("GET", url, timeout=timeout) as response:
         for piece in response.iter_raw():
             content += piece
@@ -273,14 +276,14 @@ def _start_of(http: httpx.Client, url: str, end: float) -> tuple[httpx.Response,
 
 
 def _problem(response: httpx.Response, content: bytes, url: str, keyed: bool) -> str | None:
-    """Why this is not the response of a service; None if it is."""
+    """Why this is not a response of `flops serve`; None if it is."""
     status = response.status_code
     if status in (401, 403):
         shown = "rejects the key" if keyed else "needs a key"
-        option = "give it with --api-key-env or --api-key-file"
+        option = "pass it with --api-key-env or --api-key-file"
         raise ServiceError(f"the service at {url} {shown} ({status}): {option}")
     if status in RETRYABLE and "retry-after" in response.headers:
-        return None  # a service that is busy
+        return None  # the service is busy
     try:
         found = json.loads(content) if status == 200 else None
     except (ValueError, RecursionError):
@@ -288,13 +291,13 @@ def _problem(response: httpx.Response, content: bytes, url: str, keyed: bool) ->
     if isinstance(found, dict) and {"digest", "limits"} <= found.keys():
         return None
     return (
-        f"what answers at {url} is no `flops serve` (status {status} for /v1/info): give the "
+        f"the server at {url} is not a `flops serve` (status {status} for /v1/info): pass the "
         "address of one with --url"
     )
 
 
 def _scores(response: httpx.Response, rows: int, key: str) -> Scores:
-    """A checked answer; one that cannot be read is requested again."""
+    """Validate an answer; an unreadable one is retried."""
     headers = response.headers
     try:
         logits = decode(bytearray(response.content), {"logits": torch.float32})[0]["logits"]
@@ -305,7 +308,7 @@ def _scores(response: httpx.Response, rows: int, key: str) -> Scores:
     except (WireError, KeyError, ValueError) as error:
         raise RetryableError(f"the answer cannot be read: {error}") from error
     if not matches or not whole or logits.ndim != 2 or len(logits) != rows:
-        raise RetryableError(f"the answer is not that of {rows} rows under this key")
+        raise RetryableError(f"the answer is not for {rows} rows under this key")
     queries, texts, images = cost
     return Scores(logits, queries, texts, images, replayed)
 
@@ -314,14 +317,14 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     try:
         found = json.loads(response.content)
     except (ValueError, RecursionError) as error:
-        raise RetryableError("the answer is not JSON") from error
+        raise RetryableError("the response is not JSON") from error
     if not isinstance(found, dict):
-        raise RetryableError("the answer is not a JSON object")
+        raise RetryableError("the response is not a JSON object")
     return found
 
 
 def _info(response: httpx.Response) -> dict[str, Any]:
     found = _object(response)
     if "digest" not in found or "limits" not in found:
-        raise RetryableError("the answer does not say what the service is")
+        raise RetryableError("the response does not describe a service")
     return found

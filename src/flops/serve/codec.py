@@ -1,10 +1,10 @@
-"""What travels: bodies of tensors, read with suspicion.
+"""Serialization of tensors in request and response bodies; input is untrusted.
 
 A body is in the safetensors format: 8 bytes with the length of the header, the header in JSON
 (`{name: {dtype, shape, data_offsets}, "__metadata__": {...}}`), the data. It is parsed here and not
-by the library because the tensors may then be views of the body (no copy), names and types that are
-not expected are refused before anything is read, and equal tensors give equal bytes, which the
-idempotency key needs. Nothing is ever unpickled.
+by the library so that tensors are views of the body (no copy), unexpected names and types are
+rejected before anything is read, and equal tensors give equal bytes, which idempotency needs.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from flops.errors import FlopsError
 BINARY, JSON = "application/octet-stream", "application/json"
 DTYPES = {"U8": torch.uint8, "I64": torch.int64, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-HEADER = 65536  # most bytes of a header
+HEADER = 65536  # largest size of a header, in bytes
 METADATA = "__metadata__"
 
 
 class WireError(FlopsError, ValueError):
-    """A body or a request is refused.
+    """A body or a request is invalid.
 
     Args:
         message: What was given, what is allowed, what to do.
-        status: The HTTP status that says so.
-        retry_after: Seconds after which it may be accepted, if waiting helps.
+        status: The HTTP status of the response.
+        retry_after: Seconds after which a retry may succeed.
     """
 
     def __init__(self, message: str, status: int = 422, retry_after: float | None = None) -> None:
@@ -86,7 +86,7 @@ def decode(
 
     Args:
         body: The whole body; it must not be changed afterwards.
-        expected: The names that must be there, no others, and their types.
+        expected: Exactly these names must be present, with these types.
 
     Raises:
         WireError: The body is not a safetensors file of exactly these tensors.
@@ -116,14 +116,14 @@ def decode(
     spans.sort()
     edges = [0, *(end for _, end in spans)]
     if [begin for begin, _ in spans] != edges[:-1] or edges[-1] != len(body) - start:
-        raise WireError("the data of the tensors must follow each other without gaps", 400)
+        raise WireError("the data of the tensors must be contiguous", 400)
     return tensors, metadata
 
 
 def _header(body: bytearray) -> tuple[dict[str, Any], int]:
     size = int.from_bytes(body[:8], "little")
     if len(body) < 8 or not 2 <= size <= min(HEADER, len(body) - 8):
-        raise WireError("the body is not in the safetensors format, or was cut short", 400)
+        raise WireError("the body is not in the safetensors format, or is truncated", 400)
     try:
         header = json.loads(bytes(body[8 : 8 + size]))
     except (ValueError, RecursionError) as error:
@@ -144,7 +144,7 @@ def _entry(name: str, entry: Any, dtype: torch.dtype, size: int) -> tuple[list[i
         if not isinstance(numbers, list) or len(numbers) > 8:
             raise WireError(f"shape and data_offsets of {name} must be short lists", 400)
         if any(type(n) is not int or not 0 <= n <= 2**40 for n in numbers):
-            raise WireError(f"shape and data_offsets of {name} must be counts", 400)
+            raise WireError(f"shape and data_offsets of {name} must be non-negative integers", 400)
     if len(span) != 2 or not span[0] <= span[1] <= size:
         raise WireError(f"data_offsets of {name} are outside the data, which has {size} bytes", 400)
     if math.prod(shape) * dtype.itemsize != span[1] - span[0]:

@@ -1,4 +1,4 @@
-"""Settings of `flops serve`."""
+"""Configuration of `flops serve`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flops.errors import FlopsError
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What to serve, where, and within which limits."""
+    """Model, address and limits of the service."""
 
     model: str = "tiny-clip"
     """The bundled tiny CLIP, a model id of the hub, or a folder."""
@@ -22,49 +22,49 @@ class ServeConfig:
     template: str = "a photo of a {}."
     """Class text with {} for the name."""
     host: str = "127.0.0.1"
-    """Address to listen on; by default only this machine reaches it."""
+    """Address to listen on; by default reachable from this machine only."""
     port: int = 8000
     """Port; 0 for a free one."""
     api_key_env: str | None = None
     """Environment variable with the API key that clients must send."""
     api_key_file: Path | None = None
-    """File with that key, instead."""
+    """File with the API key."""
     ledger: Path | None = None
-    """File of the answer store, with answers and points; None for one of this model in the state
+    """File of the answer store, with answers and points; None for one per model in the state
     folder."""
     rate: float = 1000.0
-    """Most requests per second; 0 for no limit."""
+    """Largest number of requests per second; 0 for no limit."""
     max_rows: int = 1024
-    """Most rows of a request."""
+    """Largest number of rows per request."""
     max_body: int = 32
-    """Most megabytes of a request; uploads of points may have 8 times as many, JSON 1."""
+    """Largest size of a request in megabytes; 8 times as much for uploads of points, 1 for JSON."""
     max_queue: int = 1024
-    """Most requests in flight; others get 429 with Retry-After."""
+    """Largest number of requests in flight; others get 429 with Retry-After."""
     max_stored: int = 1024
-    """Most megabytes of all points together."""
+    """Largest total size of all points, in megabytes."""
     max_ledger: int = 16384
-    """Most megabytes of the answer store. When it is full, new requests get 507 and repeats are
-    still answered: nothing that was paid for is ever evicted."""
+    """Largest size of the answer store, in megabytes. When it is full, new requests get 507 and
+    repeats are still answered: no answer that was charged is ever evicted."""
     max_tokens: int = 16
-    """Most prompt tokens, as far as the model allows."""
+    """Largest number of prompt tokens, as far as the model allows."""
     text_batch: int = 8
     """Text prompts per batch; every batch is padded to this size."""
     image_batch: int = 32
-    """Images per batch; likewise."""
+    """Images per batch; every batch is padded to this size."""
     timeout: float = 60.0
-    """Seconds for a request to arrive, 10 of them for its headers."""
+    """Timeout for receiving a request, in seconds, of which 10 for its headers."""
     window: float = 2.0
     """Batching window: milliseconds to wait for other requests when a batch is not full."""
     threads: int | None = None
-    """Threads of torch; None for its own choice."""
+    """Number of torch threads; None for its default."""
     json: bool = False
     """Print the address as JSON when ready."""
     with_parent: bool = False
-    """Exit when standard input closes: the service then ends with the process that started it and
-    holds the other end of the pipe."""
+    """Exit when standard input closes, so that the service ends with the process that started
+    it."""
 
     def check(self) -> None:
-        """Refuse values that are out of range.
+        """Raise for values that are out of range.
 
         Raises:
             FlopsError: Names the option.
@@ -93,12 +93,12 @@ class ServeConfig:
             names = [name.strip() for name in self.classes.split(",")]
         names = [name for name in names if name]
         if not names:
-            raise FlopsError(f"--classes names none: {self.classes!r}; separate them with commas")
+            raise FlopsError(f"--classes has no names: {self.classes!r}; separate them with commas")
         return tuple(names)
 
     @property
     def local(self) -> bool:
-        """Whether only this machine reaches the address."""
+        """Whether the address is reachable from this machine only."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -1,4 +1,4 @@
-"""Keys and addresses as users give them: checked at the start, and never shown."""
+"""API keys and addresses from the user: checked at startup, never displayed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from flops.errors import FlopsError
 
 
 def read_key(variable: str | None, file: Path | None) -> str | None:
-    """The key of a service from the environment or a file; None if neither is named.
+    """The API key from the environment or a file; None if neither is given.
 
     Args:
         variable: Name of an environment variable (``--api-key-env``).
         file: A file that holds nothing else (``--api-key-file``).
 
     Raises:
-        FlopsError: There is no key, or it cannot be sent. The message does not show it.
+        FlopsError: The key is missing or invalid. The message does not show it.
     """
     if variable is not None and file is not None:
-        raise FlopsError("--api-key-env and --api-key-file both name a key; give one of them")
+        raise FlopsError("--api-key-env and --api-key-file exclude each other: pass one of them")
     if variable is not None:
         where = f"the environment variable {variable}"
         text = os.environ.get(variable, "")
@@ -38,7 +38,7 @@ def read_key(variable: str | None, file: Path | None) -> str | None:
 
 
 def checked_key(text: str, where: str = "the API key") -> str:
-    """The key without blanks and newlines around it.
+    """The key without surrounding whitespace.
 
     Raises:
         FlopsError: It cannot be sent in a header. The message does not show it.
@@ -46,17 +46,17 @@ def checked_key(text: str, where: str = "the API key") -> str:
     key = text.strip()
     if not key or len(key) > 4096 or not (key.isascii() and key.isprintable()):
         raise FlopsError(
-            f"{where} holds no usable key: 1 to 4096 printable ASCII characters on one line are "
+            f"{where} holds no valid key: 1 to 4096 printable ASCII characters on one line are "
             "allowed (the value is not shown here)"
         )
     return key
 
 
 def checked_url(url: str) -> str:
-    """The address of a service without a slash at its end.
+    """The address of a service without a trailing slash.
 
     Raises:
-        FlopsError: It is none, or has a password in it, which is not shown.
+        FlopsError: It is invalid, or contains a password, which is not shown.
     """
     try:
         parts = urlsplit(url.strip())
@@ -65,9 +65,9 @@ def checked_url(url: str) -> str:
         raise FlopsError("--url is not an address such as http://127.0.0.1:8000") from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise FlopsError(
-            f"--url must be an address alone, such as {parts.scheme or 'http'}://"
-            f"{parts.netloc.rpartition('@')[2]}: a password in it would be seen by others in the "
-            "list of processes; give a key with --api-key-env or --api-key-file"
+            f"--url must be an address only, such as {parts.scheme or 'http'}://"
+            f"{parts.netloc.rpartition('@')[2]}: a password in it is visible to others in the list "
+            "of processes; pass a key with --api-key-env or --api-key-file"
         )
     if parts.scheme not in ("http", "https") or not host:
         raise FlopsError(f"--url must begin with http:// or https:// and name a host, got {url!r}")

@@ -1,7 +1,7 @@
 """HTTP limits: size and deadline of request headers, and open connections.
 
-uvicorn's own protocols wait for headers forever, and stop accepting when the process runs out of
-file descriptors, so that a few thousand idle connections lock everyone out.
+uvicorn's protocols have no timeout for headers, and stop accepting when the process runs out of
+file descriptors, so that a few thousand idle connections block all clients.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import time
 from typing import Any
 
-HEAD = 65536  # most bytes of a request line and headers
-PIPELINED = 64  # most pipelined requests of a connection
+HEAD = 65536  # largest size of request line and headers, in bytes
+PIPELINED = 64  # largest number of pipelined requests per connection
 
 
 def _error(status: str) -> bytes:
@@ -28,7 +28,7 @@ class HTTPLimits:
 
     Attributes:
         patience: Seconds for headers to arrive, from the connection or the first byte.
-        most: Open connections. One more closes the one that has been idle for longest.
+        most: Largest number of open connections. One more closes the one idle for longest.
     """
 
     patience = 10.0
@@ -50,11 +50,11 @@ class HTTPLimits:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being read or answered."""
+        """Whether a request is being received or processed."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:
-        """Start the deadline; make room if there are too many."""
+        """Start the deadline; close an idle connection if there are too many."""
         super().connection_made(transport)  # type: ignore[misc]
         self._arm()
         if len(self.connections) <= self.most:
@@ -64,7 +64,7 @@ class HTTPLimits:
         if oldest is None:
             self._reject(TOO_MANY)
             return
-        self.connections.discard(oldest)  # closing takes a turn of the loop
+        self.connections.discard(oldest)  # it closes in the next iteration of the loop
         oldest.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -73,7 +73,7 @@ class HTTPLimits:
         super().connection_lost(error)  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived."""
+        """Parse received data."""
         if self._closed:
             return
         super().data_received(data)  # type: ignore[misc]
@@ -96,7 +96,7 @@ class HTTPLimits:
         super().on_response_complete()  # type: ignore[misc]
 
     def eof_received(self) -> bool:
-        """Answer what was sent before the client closed its side; True keeps ours open."""
+        """Answer requests sent before the client closed its side; True keeps ours open."""
         if not self.busy or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False  # the last one; it closes the connection

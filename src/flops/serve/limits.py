@@ -20,11 +20,11 @@ class Limits:
     """What the service accepts.
 
     Args:
-        rows: Rows of a request.
-        body: Bytes of a request to score.
-        json: Bytes of one in JSON, whose objects take many times as much memory.
+        rows: Rows per request.
+        body: Bytes of a score request.
+        json: Bytes of a JSON request, whose objects take many times as much memory.
         upload: Bytes of an upload of points.
-        points: Points of an upload.
+        points: Points per upload.
         stored: Bytes of all uploads together.
         memory: Bytes of all request bodies in memory.
         queue: Requests in flight.
@@ -50,12 +50,12 @@ class Limits:
 
 @dataclass
 class TokenBucket:
-    """A token bucket: a request takes a token or is told when to retry.
+    """A token bucket: a request takes a token or gets the time until the next.
 
     Args:
         rate: Tokens per second; 0 for no limit.
         clock: Returns seconds.
-        burst: Most tokens; None for one second's.
+        burst: Capacity; None for the tokens of one second.
     """
 
     rate: float
@@ -97,12 +97,12 @@ class WrongKeyLimit:
     """Limits wrong API keys per address, against brute force.
 
     An address over its limit is rejected before its key is compared; a right key is rejected too,
-    or its acceptance would reveal it. Right keys cost nothing.
+    or its acceptance would reveal it. Right keys are not counted.
 
     Args:
         rate: Wrong keys per second and address.
-        burst: Wrong keys that may come at once.
-        addresses: Most that are tracked; the least recently used is evicted.
+        burst: Capacity of the bucket.
+        addresses: Largest number of tracked addresses; the least recently used is evicted.
     """
 
     def __init__(self, rate: float = 5.0, burst: float = 40.0, addresses: int = 4096) -> None:
@@ -128,7 +128,7 @@ class WrongKeyLimit:
 
 
 def _network(address: str) -> str:
-    """The /64 of an IPv6 address, which belongs to one customer; an IPv4 address as it is."""
+    """The /64 of an IPv6 address, which belongs to one customer; an IPv4 address unchanged."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -155,12 +155,12 @@ class BodyReader:
     async def read(
         self, pieces: AsyncIterator[bytes], announced: str | None, most: int
     ) -> AsyncIterator[bytearray]:
-        """The body, which counts as held until the block ends.
+        """The body, counted as in memory until the block ends.
 
         Args:
-            pieces: Of the body, as they arrive.
-            announced: The header Content-Length, if there is one.
-            most: Most bytes of this body.
+            pieces: Chunks of the body, as they arrive.
+            announced: The header Content-Length, if present.
+            most: Largest size of this body, in bytes.
 
         Raises:
             WireError: 413, 408, or 429 if other bodies fill the memory.
@@ -178,7 +178,9 @@ class BodyReader:
                             raise _too_large(most)
                         if self.held + len(piece) > self._memory:
                             await self._drop(pieces, most)
-                            raise WireError("too many large requests at a time; try later", 429, 1)
+                            raise WireError(
+                                "too many large requests at a time; retry later", 429, 1
+                            )
                         self.held += len(piece)
                         body += piece
             except TimeoutError:
@@ -190,7 +192,7 @@ class BodyReader:
             self.held -= len(body)
 
     async def _drop(self, pieces: AsyncIterator[bytes], most: int) -> None:
-        """Discard a little more, so that the sender gets to read the error."""
+        """Discard a little more, so that the client can read the error."""
         dropped = 0
         try:
             async with asyncio.timeout(2):
@@ -203,7 +205,7 @@ class BodyReader:
 
 
 def retry_after(seconds: float) -> str:
-    """The header: whole seconds, at least one."""
+    """Value of the header: whole seconds, at least one."""
     return str(max(1, math.ceil(seconds)))
 
 

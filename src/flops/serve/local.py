@@ -1,4 +1,4 @@
-"""`flops serve` as a child process, restarted if it dies."""
+"""`flops serve` as a child process, restarted if it exits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 from flops.errors import FlopsError
 
-WAIT = 120.0  # seconds to start in: loading a model takes a while
+WAIT = 120.0  # startup timeout in seconds, for loading a model
 
 
 class LocalService:
     """`flops serve` on a free port of this machine, for as long as the context is open.
 
     Args:
-        store: File of its answer store: it must outlive the process for repeats to be free.
+        store: File of its answer store, which must outlive the process for repeats to be free.
         options: Further options of `flops serve`.
 
     Attributes:
         url: Its address.
-        restarts: How often it was restarted.
+        restarts: Number of restarts.
     """
 
     def __init__(self, store: Path, options: Sequence[str] = ()) -> None:
@@ -43,11 +43,11 @@ class LocalService:
         self._closing.set()
         self._end()
         self._watcher.join(WAIT)
-        self._end()  # one that was just being started again
+        self._end()  # a restart in progress
 
     @property
     def process(self) -> int:
-        """Its process id, as it is now."""
+        """Current process id."""
         return self._process.pid
 
     def _end(self) -> None:
@@ -62,8 +62,10 @@ class LocalService:
     def _start(self) -> subprocess.Popen[str]:
         self._store.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "flops", "serve", "--json", "--rate", "0"]
-        command += ["--with-parent"]  # else it outlives a killed tuner, and keeps the store locked
-        command += ["--max-ledger", str(2**20)]  # a terabyte: its disk is the user's own
+        command += [
+            "--with-parent"
+        ]  # else it would outlive a killed tuner and keep the store locked
+        command += ["--max-ledger", str(2**20)]  # a terabyte: the disk is the user's
         command += ["--port", str(self._port), "--ledger", str(self._store), *self._options]
         log = self._store.with_suffix(".log")
         with log.open("a", encoding="utf-8") as errors:
@@ -73,7 +75,7 @@ class LocalService:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for the tuner, which stops it with SIGTERM
+                start_new_session=True,  # Ctrl-C goes to the tuner only, which sends SIGTERM
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         assert process.stdout is not None
@@ -84,7 +86,7 @@ class LocalService:
         if not line:
             process.wait()
             said = log.read_text(encoding="utf-8", errors="replace")[-500:].strip()
-            raise FlopsError(f"the service did not start: {said or 'it said nothing'}")
+            raise FlopsError(f"the service did not start: {said or 'no output'}")
         self.url = json.loads(line)["url"]
         self._port = int(self.url.rsplit(":", 1)[1])
         return process

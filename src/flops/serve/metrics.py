@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 HELP = {
     "rows": "Rows computed",
     "rounds": "Calls of the scorer",
-    "model_seconds": "Seconds of the model",
+    "model_seconds": "Seconds of model computation",
     "batches": "Batches encoded",
-    "encoded": "Rows of batches that were not padding",
-    "padding": "Rows of batches that were padding",
+    "encoded": "Rows of batches without padding",
+    "padding": "Padding rows of batches",
     "text_hits": "Text features found in the cache",
     "text_misses": "Text features encoded",
     "image_hits": "Image features found in the cache",
@@ -28,11 +28,11 @@ HELP = {
 
 
 class Metrics(Collector):
-    """Reads counters and gauges when it is scraped, from a registry of its own.
+    """Reads counters and gauges at each scrape; has its own registry.
 
     Args:
-        counters: Returns values by name.
-        gauges: Likewise.
+        counters: Returns counters by name.
+        gauges: Returns gauges by name.
 
     Attributes:
         statuses: HTTP responses by status.
@@ -65,7 +65,7 @@ class Metrics(Collector):
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, 0 where the system does not tell."""
+    """Resident memory of this process; 0 if unknown."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
     except (OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
-"""Parses requests, and looks up those that were answered before.
+"""Parses requests, and looks up stored answers.
 
-It runs in the model's thread, so that a request changes threads as little as possible: to the
-model, from there to the answer store, and back.
+It runs in the model's thread, so that a request changes threads as rarely as possible: to the
+model, to the answer store, and back.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class RequestParser:
     """Parses and checks requests.
 
     Args:
-        store: Of answers and points.
-        shape: What a request may hold.
-        channels: Of the model's images.
-        memory: Bytes of points that are cached, no less than one upload may have.
+        store: Store of answers and points.
+        shape: Limits of a request.
+        channels: Channels of the model's images.
+        memory: Bytes of cached points, at least the limit of an upload.
     """
 
     store: AnswerStore
@@ -47,7 +47,7 @@ class RequestParser:
         self._pixels: LRUCache[str, Tensor] = LRUCache(self.memory, Tensor.numel)
 
     def parse(self, raw: RawRequest) -> ParsedRequest | StoredAnswer:
-        """What has to be computed, or the answer that was given before.
+        """Parse a request, or return its stored answer.
 
         Raises:
             WireError: 409 if the key belongs to another body, 404 if there are no such points, 400
@@ -62,7 +62,7 @@ class RequestParser:
         request = read_score(raw.body, self.shape, raw.as_json)
         pixels = self._points(request.points)
         if int(request.rows.max()) >= len(pixels):
-            raise WireError(f"rows must be in 0 to {len(pixels) - 1}, the points that are there")
+            raise WireError(f"rows must be in 0 to {len(pixels) - 1}, the uploaded points")
         full = None if self.store.damaged(raw.key) else self.store.full()
         if full is not None:  # before anything is computed
             raise WireError(full, 507)
@@ -73,7 +73,7 @@ class RequestParser:
         if pixels is None:
             body = self.store.points(name)
             if body is None:
-                raise WireError(f"no points {name} here; upload them with PUT /v1/points/...", 404)
+                raise WireError(f"no points {name}; upload them with PUT /v1/points/...", 404)
             pixels = self._pixels[name] = read_points(body, self.shape, self.channels)
         return pixels
 

@@ -1,4 +1,4 @@
-"""When to retry and how long to wait: exponential backoff with full jitter."""
+"""Retries: exponential backoff with full jitter."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NOT_RETRYABLE = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 
 
 class ServiceError(FlopsError):
-    """The service refuses a request, or its response is invalid."""
+    """The service rejects a request, or its response is invalid."""
 
 
 class RetryableError(Exception):
-    """This attempt failed in a way that another may not.
+    """An attempt failed, and another may succeed.
 
     Args:
         reason: For the error message of the last attempt.
@@ -44,15 +44,15 @@ class RetryableError(Exception):
 class RetryPolicy:
     """Waits uniform(0, min(maximum, initial * 2^n)) seconds before retry n (Brooker, 2015).
 
-    Retry-After is waited for in full, with the jitter on top of it, so that clients that were
-    rejected together do not come back together. The jitter has a generator of its own.
+    The jitter is added to Retry-After, so that clients that were rejected together do not retry
+    together. It has its own random generator.
 
     Args:
-        attempts: Tries before it is an error.
+        attempts: Largest number of attempts.
         initial: Bound of the first jitter in seconds.
         maximum: Bound of any jitter in seconds.
-        max_retry_after: Most seconds of Retry-After that are waited for.
-        sleep: Waits.
+        max_retry_after: Upper bound of Retry-After in seconds.
+        sleep: Waits for a number of seconds.
     """
 
     attempts: int = 12
@@ -72,10 +72,10 @@ class RetryPolicy:
 
         Args:
             attempt: Called with its number, from 0 on.
-            name: Of the request, for errors.
+            name: Name of the request, for errors.
 
         Raises:
-            ServiceError: Refused, or all attempts failed.
+            ServiceError: The request was rejected, or all attempts failed.
         """
         numbers = itertools.count()
 
@@ -136,7 +136,7 @@ def checked(response: httpx.Response, name: str) -> httpx.Response:
 
 
 def seconds(header: str | None) -> float:
-    """Seconds of a Retry-After header, a number or a date; 0 for what cannot be read."""
+    """Seconds of a Retry-After header, a number or a date; 0 if invalid."""
     if header is None:
         return 0.0
     if header.strip().isdecimal() and len(header) < 10:

@@ -1,8 +1,8 @@
-"""Dynamic batching: requests that arrived while the model was busy are computed together.
+"""Dynamic batching: requests that arrive while the model is busy are computed together.
 
 One thread parses requests and runs the model. Its answers go to the store, which writes them while
 the next are computed; a caller gets an answer when it is on disk. Under load no request waits; when
-idle, one that does not fill a batch waits for the batching window, `window` seconds.
+idle, one that does not fill a batch waits for the batching window of `window` seconds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flops.serve.scorer import ParsedRequest, Scorer
 from flops.serve.store import AnswerStore, StoredAnswer, StoreError
 
 log = logging.getLogger("flops.serve")
-ROUND = 8  # batches of images that are computed before their answers are written
+ROUND = 8  # batches of images per round, after which answers are written
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request and the future of its answer; True is for one that was given before."""
+    """A request and the future of its answer, with True for a replay."""
 
     raw: RawRequest
     future: asyncio.Future[tuple[StoredAnswer, bool]]
@@ -45,11 +45,11 @@ class Scheduler:
 
     Args:
         parser: Parses the requests.
-        scorer: Computes.
-        store: Keeps the answers.
-        queue: Most requests in flight.
+        scorer: Computes the logits.
+        store: Stores the answers.
+        queue: Largest number of requests in flight.
         window: Batching window: seconds to wait for others when a batch is not full.
-        threads: Of torch; None for its own choice.
+        threads: Number of torch threads; None for its default.
     """
 
     parser: RequestParser
@@ -62,11 +62,11 @@ class Scheduler:
     rounds: int = field(default=0, init=False)
     requests: int = field(default=0, init=False)
     busy: float = field(default=0.0, init=False)  # seconds of the model
-    waiting: int = field(default=0, init=False)  # requests; changed by the event loop alone
+    waiting: int = field(default=0, init=False)  # requests; changed by the event loop only
 
     def __post_init__(self) -> None:
         self._jobs: deque[Job] = deque()
-        self._carried: deque[Work] = deque()  # did not fit into the last round
+        self._carried: deque[Work] = deque()  # left over from the last round
         self._news = threading.Condition()
         self._stop = False
         self._loop = asyncio.get_running_loop()
@@ -74,7 +74,7 @@ class Scheduler:
         self._thread.start()
 
     async def score(self, raw: RawRequest) -> tuple[StoredAnswer, bool]:
-        """Compute, keep and return an answer, or find it; True if it was found.
+        """Compute and store an answer, or look it up; True for a replay.
 
         Raises:
             WireError: 429 if too many are in flight, what `RequestParser.parse` raises, 422 if
@@ -83,7 +83,7 @@ class Scheduler:
         if self.waiting >= self.queue:
             speed = self.requests / self.busy if self.busy else self.queue
             raise WireError(
-                f"{self.waiting} requests are in flight, the most allowed",
+                f"{self.waiting} requests are in flight, which is the limit",
                 429,
                 self.waiting / max(speed, 1),
             )
@@ -106,7 +106,7 @@ class Scheduler:
 
     def _run(self) -> None:
         if self.threads is not None:
-            torch.set_num_threads(self.threads)  # a setting of each thread
+            torch.set_num_threads(self.threads)  # set per thread
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._jobs or self._carried or self._stop)
@@ -120,7 +120,7 @@ class Scheduler:
                 found = self.scorer.score([task for _, task in works])
             except Exception:
                 log.exception("the model failed")
-                error = WireError("the model failed; the log of the service says why", 500)
+                error = WireError("the model failed; see the log of the service", 500)
                 self._settle([(job, error, False) for job, _ in works])
                 continue
             self.rounds += 1
@@ -130,7 +130,7 @@ class Scheduler:
             self._keep(works, found)
 
     def _round(self) -> list[Work]:
-        """What is computed next: as much as the scorer takes at once, in full batches if it can."""
+        """The next requests: as many as the scorer accepts at once, in full batches if possible."""
         batch = self.scorer.image_batch
         most = min(ROUND * batch, self.scorer.most_images)
         works: list[Work] = []
@@ -149,7 +149,7 @@ class Scheduler:
                 rows -= len(task.encodings.images)
                 break
             works.append(work)
-        # What would be padded to a batch of its own may fill one in the next round.
+        # A last partial batch may be filled in the next round.
         extra = rows % batch if rows > batch else 0
         while len(works) > 1 and 0 < len(works[-1][1].encodings.images) <= extra:
             extra -= len(works[-1][1].encodings.images)
@@ -162,18 +162,18 @@ class Scheduler:
             return bool(self._news.wait_for(lambda: self._jobs, max(0.0, seconds)))
 
     def _next(self) -> Work | None:
-        """The next request that has to be computed; others are answered on the way."""
+        """The next request to compute; replays and errors are settled at once."""
         settled: list[Outcome] = []
         found: Work | None = None
         while self._jobs and found is None:
-            job = self._jobs.popleft()  # of a deque, which threads may share
+            job = self._jobs.popleft()  # deques are thread-safe
             try:
                 parsed = self.parser.parse(job.raw)
             except WireError as error:
                 settled.append((job, error, False))
             except StoreError as error:
                 log.error("%s", error)
-                unread = WireError("the answer store cannot be read; try again", 503, 1)
+                unread = WireError("the answer store cannot be read; retry", 503, 1)
                 settled.append((job, unread, False))
             except Exception:
                 log.exception("a request could not be parsed")
@@ -187,7 +187,7 @@ class Scheduler:
         return found
 
     def _keep(self, works: Sequence[Work], found: Sequence[Tensor]) -> None:
-        """Hand answers to the store, and to their callers when they are on disk."""
+        """Store answers, and return them to their callers when they are on disk."""
         good: list[Outcome] = []
         answers: list[StoredAnswer] = []
         for (job, task), logits in zip(works, found, strict=True):
@@ -198,7 +198,7 @@ class Scheduler:
             raw, body = job.raw, encode({"logits": logits})
             answer = StoredAnswer(raw.key, raw.digest, body, task.encodings.cost)
             answers.append(answer)
-            good.append((job, answer, self.store.damaged(raw.key)))  # was paid for before
+            good.append((job, answer, self.store.damaged(raw.key)))  # already charged
 
         def done(error: Exception | None) -> None:
             if error is None:

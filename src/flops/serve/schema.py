@@ -1,4 +1,4 @@
-"""Requests and answers: which shapes and values are allowed, and what they cost."""
+"""Requests and answers: allowed shapes and values, and cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORE = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What the model takes; of requests, each number is the most that is allowed."""
+    """Widths of the model, and limits of a request."""
 
     classes: int
     text_width: int
@@ -51,16 +51,16 @@ class ScoreRequest:
     image_of: Tensor  # (Q,)
 
     def body(self) -> bytes:
-        """As it travels."""
+        """Serialize."""
         tensors = {name: getattr(self, name) for name in SCORE}
         return encode(tensors, {"points": self.points})
 
 
 @dataclass(frozen=True)
 class RequestCost:
-    """What a request costs: rows, (text prompt, class) pairs and (point, image prompt) pairs.
+    """Cost of a request: rows, (text prompt, class) pairs and (point, image prompt) pairs.
 
-    Counted in distinct ones within the request, whatever the service has in its caches.
+    Distinct pairs within the request are counted, regardless of caches.
     """
 
     queries: int
@@ -70,7 +70,7 @@ class RequestCost:
 
 @dataclass(frozen=True, eq=False)
 class Encodings:
-    """What must be encoded for a request; equal inputs have equal names."""
+    """Encodings needed for a request; equal inputs have equal names."""
 
     texts: list[bytes]  # digest of the text prompt of each row
     images: list[tuple[str, int, bytes]]  # points, point, digest of the image prompt of each row
@@ -89,7 +89,7 @@ class Encodings:
 
 
 def _digests(prompts: Tensor) -> list[bytes]:
-    """A digest of each prompt's bytes (one of no bytes for prompts without tokens)."""
+    """A digest of each prompt's bytes (of the empty string for prompts without tokens)."""
     data = memoryview(prompts.contiguous().numpy().tobytes())
     size = len(data) // len(prompts)
     return [
@@ -106,11 +106,11 @@ Prompts = Annotated[
     list[Annotated[list[Annotated[list[Value], FailFast()]], FailFast()]], FailFast()
 ]
 INSTEAD = "send a large request as safetensors, application/octet-stream"
-ELEMENTS = 2**17  # most values, lists and objects of a JSON body
+ELEMENTS = 2**17  # largest number of values, lists and objects in a JSON body
 
 
 class ScoreBody(BaseModel):
-    """The JSON form of a request to score; each list is read up to its first error."""
+    """The JSON form of a score request; each list is validated up to its first error."""
 
     model_config = ConfigDict(extra="forbid")
     points: Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="Digest of the points")]
@@ -128,10 +128,10 @@ class ScoreBody(BaseModel):
 
 
 def read_score(body: bytearray, shape: Shape, as_json: bool = False) -> ScoreRequest:
-    """A checked request.
+    """Parse and validate a request.
 
     Raises:
-        WireError: Something does not fit; nothing has been computed.
+        WireError: It is invalid.
     """
     request = _from_json(body, shape) if as_json else _from_tensors(body)
     count = len(request.rows) if request.rows.ndim == 1 else 0
@@ -160,7 +160,7 @@ def read_score(body: bytearray, shape: Shape, as_json: bool = False) -> ScoreReq
 
 
 def read_points(body: bytearray, shape: Shape, channels: int) -> Tensor:
-    """Checked pixels: uint8 (N, H, W) or (N, H, W, channels)."""
+    """Parse and validate pixels: uint8 (N, H, W) or (N, H, W, channels)."""
     pixels = decode(body, {"pixels": torch.uint8})[0]["pixels"]
     fits = pixels.ndim in (3, 4) and pixels.shape[3:] in ((), (channels,), (1,))
     if not fits or not 1 <= len(pixels) <= shape.points:
@@ -182,13 +182,13 @@ def _from_tensors(body: bytearray) -> ScoreRequest:
 
 
 def _from_json(body: bytearray, shape: Shape) -> ScoreRequest:
-    # Counted before objects are made of it: a list of a list of a 0 takes 6 bytes here, and there
-    # a hundred times as many.
+    # Counted before parsing: [[0]] has few bytes of JSON, and a hundred times as many as Python
+    # objects.
     if sum(body.count(mark) for mark in b",[{") > ELEMENTS:
         raise WireError(f"the JSON body has more than {ELEMENTS} values; {INSTEAD}", 413)
     try:
         found = from_json(bytes(body))
-    except ValueError as error:  # also for what is nested too deeply
+    except ValueError as error:  # also if nested too deeply
         raise WireError(f"the body is not JSON: {error}", 400) from None
     if not isinstance(found, dict) or found.keys() != ScoreBody.model_fields.keys():
         needed = ", ".join(ScoreBody.model_fields)
@@ -221,5 +221,5 @@ def _shape(tensor: Tensor) -> str:
 
 
 def answer_json(logits: Tensor, cost: RequestCost, replayed: bool) -> dict[str, Any]:
-    """The JSON form of an answer; the numbers are those of the binary form to the last bit."""
+    """The JSON form of an answer; its numbers round-trip exactly."""
     return {"logits": logits.tolist(), **vars(cost), "replayed": replayed}

@@ -2,9 +2,9 @@
 
 Matrix products round differently for different numbers of rows, so a prompt that is encoded in a
 batch of 3 may differ in the last bit from the same prompt in a batch of 30. Here every batch is
-padded to one size, and `deviation` measures whether a row's features then have the same bits at
-every position and beside any others; sizes are halved until they have. A model whose rows differ
-even alone (it is not deterministic) is served with what was measured as `tolerance`.
+padded to one size, and `deviation` measures whether a row's features then are bitwise equal at
+every position and with any neighbours; the size is halved until they are. A nondeterministic model,
+whose rows differ even in batches of one, is served with the measured `tolerance`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("flops.serve")
 
 
 class PromptedModel(Protocol):
-    """A frozen model of images and class texts that takes prompts, as `PromptedClip` is."""
+    """A frozen model of images and class texts with prompts, such as `PromptedClip`."""
 
     classes: tuple[str, ...]
     text_width: int
@@ -60,7 +60,7 @@ class PromptedModel(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ParsedRequest:
-    """A checked request, what it has to encode, and the pixels of its points."""
+    """A validated request, its encodings, and the pixels of its points."""
 
     request: ScoreRequest
     encodings: Encodings
@@ -69,17 +69,17 @@ class ParsedRequest:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """At most a batch of what has to be encoded."""
+    """Encodings of at most one batch."""
 
     keys: list[Any]
-    slots: Tensor  # where its features go
+    slots: Tensor  # destination of its features
     prompts: Tensor
     size: int  # of the batch
 
 
 @dataclass(eq=False)
 class Scorer:
-    """Logits of many requests at once; to be used by one thread.
+    """Logits of many requests at once; not thread-safe.
 
     Args:
         model: The frozen model.
@@ -93,7 +93,7 @@ class Scorer:
     image_batch: int = 32
     memory: int = 64 * 2**20
     batches: int = field(default=0, init=False)
-    used: int = field(default=0, init=False)  # rows of batches that were not padding
+    used: int = field(default=0, init=False)  # rows of batches without padding
     padded: int = field(default=0, init=False)
     sizes: dict[tuple[str, int], int] = field(default_factory=dict, init=False)
     deviations: dict[tuple[str, int], float] = field(default_factory=dict, init=False)
@@ -115,25 +115,25 @@ class Scorer:
 
     @property
     def most_texts(self) -> int:
-        """Most distinct text prompts at once."""
+        """Largest number of distinct text prompts at once."""
         return len(self._texts.rows)
 
     @property
     def most_images(self) -> int:
-        """Most distinct pairs of a point and an image prompt at once."""
+        """Largest number of distinct (point, image prompt) pairs at once."""
         return len(self._images.rows)
 
     @property
     def tolerance(self) -> float:
-        """Most that a feature or logit differs with its batch, as far as was measured; 0 is bits.
+        """Largest measured difference of a feature or logit between batches; 0 is bitwise.
 
-        Batches of 0 and 4 prompt tokens are measured at the start, others when they first come.
+        Measured at startup for 0 and 4 prompt tokens, for other numbers at their first use.
         """
         return max(self.deviations.values())
 
     @property
     def cache(self) -> dict[str, int]:
-        """Hits and misses of the features."""
+        """Cache hits and misses of the features."""
         texts, images = self._texts, self._images
         return {
             "text_hits": texts.hits,
@@ -162,7 +162,7 @@ class Scorer:
         return [part.clone() for part in torch.cat(found)[: len(text)].split(counts)]
 
     def size(self, kind: str, tokens: int) -> int:
-        """Fixed batch size for a kind of batch with this many prompt tokens; checked once."""
+        """Fixed batch size for a kind of input and number of prompt tokens; measured once."""
         if (kind, tokens) not in self.sizes:
             wanted = self.text_batch if kind == "text" else self.image_batch
             function, rows = self._case(kind, tokens, 2 * wanted)
@@ -172,14 +172,14 @@ class Scorer:
                     size //= 2
             if size != wanted:
                 log.warning(
-                    "%s with %d prompt tokens: answers depend on neighbours in batches of %d; "
+                    "%s with %d prompt tokens: results depend on the other rows in batches of %d; "
                     "using batches of %d, which is slower",
                     *(kind, tokens, wanted, size),
                 )
             if found:
                 log.warning(
-                    "%s with %d prompt tokens: the same row differs by up to %.1e from one time to "
-                    "the next; /v1/info says so as batch_tolerance",
+                    "%s with %d prompt tokens: the same row differs by up to %.1e between repeats; "
+                    "/v1/info reports it as batch_tolerance",
                     *(kind, tokens, found),
                 )
             self.deviations[kind, tokens] = found
@@ -234,15 +234,15 @@ class Scorer:
         prompts: Sequence[Tensor],
         names: Iterable[tuple[list[Any], Tensor]],
     ) -> Iterator[_Chunk]:
-        """What is missing, with equally many prompt tokens, at most a batch at a time.
+        """Missing encodings in chunks of at most one batch, with equally many prompt tokens.
 
         Args:
             kind: text or image.
             missing: Slots by key.
-            prompts: Of each request.
-            names: Of each request, keys of all rows and the prompt of each.
+            prompts: Prompts of each request.
+            names: Keys of all rows of each request, and the prompt of each row.
         """
-        places: dict[int, dict[Any, int]] = {}  # by tokens: key to its place among these prompts
+        places: dict[int, dict[Any, int]] = {}  # by tokens: key -> index among these prompts
         lengths: dict[int, int] = {}
         for given, (keys, of) in zip(prompts, names, strict=True):
             tokens = given.shape[1]
@@ -264,7 +264,7 @@ class Scorer:
                 yield _Chunk(chunk, slots, every[chosen], size)
 
     def _image(self, key: tuple[str, int, bytes], pixels: Tensor) -> Tensor:
-        """A prepared image; prepared alone, so that it never depends on others."""
+        """A preprocessed image; preprocessed alone, so that it does not depend on others."""
         name = key[:2]
         found = self._prepared.get(name)
         if found is None:
@@ -276,7 +276,7 @@ class Scorer:
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    """With zeros to a full batch."""
+    """Pad with zeros to a full batch."""
     if len(rows) == size:
         return rows
     return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])

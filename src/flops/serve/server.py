@@ -15,11 +15,11 @@ from flops.serve.service import Setup
 
 CONNECTIONS = 2048
 HEAD_SECONDS = 10.0
-RESERVE = 192  # descriptors for the answer store, the model and connections that are being accepted
+RESERVE = 192  # file descriptors for the answer store, the model and new connections
 
 
 class _Server(uvicorn.Server):
-    """Calls back when it listens."""
+    """Calls back when listening."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until a signal stops it; requests in flight are answered.
+    """Serve until a signal; requests in flight are completed.
 
     Args:
         setup: The service.
@@ -64,8 +64,8 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
         timeout_graceful_shutdown=30,
         limit_concurrency=4096,
     )
-    # Without this, the garbage collector walks through all of torch and transformers again and
-    # again, which takes as long as all of HTTP.
+    # Without this, the garbage collector traverses all objects of torch and transformers
+    # repeatedly, which takes as long as all HTTP work.
     gc.collect()
     gc.freeze()
     try:
@@ -75,7 +75,7 @@ def serve(setup: Setup, host: str, port: int, ready: Callable[[str], None]) -> N
 
 
 def _connections() -> int:
-    """How many connections may be open; raises the limit of file descriptors as far as allowed."""
+    """Largest number of connections; raises the limit of file descriptors as far as allowed."""
     try:
         import resource
     except ImportError:  # no such limit on this system

@@ -1,4 +1,4 @@
-"""What the service does, apart from HTTP: answer each key once, store points, count."""
+"""The service without HTTP: idempotent answers, stored points, counters."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from flops.serve.schema import Shape, read_points
 from flops.serve.scorer import PromptedModel, Scorer
 from flops.serve.store import AnswerStore, StoredAnswer
 
-LARGE = 2**17  # bytes of a body that is read in another thread than the event loop's
+LARGE = 2**17  # larger bodies are parsed outside the event loop, in bytes
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Parts of the service, checked and open.
+    """Validated and opened parts of the service.
 
     Args:
-        name: Of the model, for display.
+        name: Name of the model, for display.
         weights: Digest of model and classes, which the answers depend on.
         model: The frozen model.
-        scorer: Computes with it.
-        store: Of answers and points.
-        limits: What is accepted.
+        scorer: Computes logits.
+        store: Store of answers and points.
+        limits: Limits of requests.
         window: Batching window in seconds.
-        threads: Of torch; None for its own choice.
-        api_key: What clients have to show; None for nothing.
-        open_docs: Whether /docs and /openapi.json are shown without the key.
+        threads: Number of torch threads; None for its default.
+        api_key: Key that clients must send; None for no authentication.
+        open_docs: Whether /docs and /openapi.json need no key.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Setup:
 
     @property
     def shape(self) -> Shape:
-        """What a request may hold."""
+        """Limits of a request."""
         model, scorer, limits = self.model, self.scorer, self.limits
         rows = min(limits.rows, scorer.most_images)
         return Shape(
@@ -106,7 +106,7 @@ class _InFlight:
 
 
 class Service:
-    """The running service; made and used in the event loop."""
+    """The running service; created and used in the event loop."""
 
     def __init__(self, setup: Setup) -> None:
         limits = setup.limits
@@ -125,12 +125,12 @@ class Service:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     async def answer(self, key: str, body: bytearray, as_json: bool) -> tuple[StoredAnswer, bool]:
-        """The answer to a body under a key, and whether it was there already.
+        """The answer to a body under a key, and whether it is a replay.
 
-        Requests with a key that is in flight wait for the same computation.
+        Requests with the same key in flight share one computation.
 
         Raises:
-            WireError: 409 if the key belongs to another body; and what `Scheduler.score` raises.
+            WireError: 409 if the key belongs to another body, and the errors of `Scheduler.score`.
         """
         mark = await self.in_thread(digest, body) if len(body) > LARGE else _digest(body)
         flight, fresh = self._in_flight.get(key), False
@@ -142,14 +142,14 @@ class Service:
             flight.task.add_done_callback(lambda task: self._landed(key, task))
         elif flight.digest != mark:
             raise key_conflict(key)
-        # Shielded: a caller that disconnects neither stops the others nor wastes the computation.
+        # Shielded: a client that disconnects does not cancel the computation for others.
         answer, kept = await asyncio.shield(flight.task)
         if kept or not fresh:
             self.setup.store.replayed()
         return answer, kept or not fresh
 
     async def upload(self, name: str, body: bytearray) -> bool:
-        """Store points under their digest; False if they were there already.
+        """Store points under their digest; False if they already were.
 
         Raises:
             WireError: The digest is not that of the body, or the points do not fit.
@@ -164,7 +164,7 @@ class Service:
         stored = await self.in_thread(self.setup.store.stored)
         if stored + len(body) > self.setup.limits.stored:
             raise WireError(
-                f"{stored} bytes of points are stored and {self.setup.limits.stored} may be", 413
+                f"{stored} bytes of points are stored; the limit is {self.setup.limits.stored}", 413
             )
         loop = asyncio.get_running_loop()
         kept: asyncio.Future[None] = loop.create_future()
@@ -237,10 +237,10 @@ class Service:
     def _landed(self, key: str, task: asyncio.Task[tuple[StoredAnswer, bool]]) -> None:
         del self._in_flight[key]
         if not task.cancelled():
-            task.exception()  # seen, also if nobody waits any more
+            task.exception()  # retrieved, to avoid a warning if all callers are gone
 
     async def in_thread(self, function: Any, *arguments: Any) -> Any:
-        """Run a slow function outside the event loop."""
+        """Run a blocking function outside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._reader, function, *arguments)
 
@@ -255,9 +255,9 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
 
 
 def _digest(body: bytearray) -> str:
-    """As `digest`, in pieces so small that hashlib does not release the GIL.
+    """As `digest`, in chunks so small that hashlib does not release the GIL.
 
-    Releasing it for microseconds means waiting for the model's thread to release it.
+    After releasing it, even for microseconds, one has to wait for the model's thread.
     """
     mark, view = hashlib.sha256(), memoryview(body)
     for begin in range(0, len(body), 2047):

@@ -1,16 +1,16 @@
-"""The answer store: every answer is on disk before it is sent, so that none is paid for twice.
+"""The answer store: every answer is on disk before it is sent, so that none is charged twice.
 
-Files are named ledger.sqlite, and options --ledger, as in the first version.
+Files are named ledger.sqlite and options --ledger, for compatibility with the first version.
 
 SQLite with a write-ahead log and `synchronous=FULL`: a commit has reached the disk. One thread
-writes; what waits when it is free goes into one transaction, so that the answers of a batch share
-one flush. Readers have a connection of their own and see what is committed.
+writes; everything pending goes into one transaction, so that the answers of a batch share one
+flush. Readers have their own connection and see committed data.
 
-Every answer has a checksum, and points are named by theirs. Damaged rows are logged and not served:
-an answer is computed again (the same bits, free of charge), points must be uploaded again. Nothing
-is ever evicted, since a lost answer would have to be paid for twice: a store at its size limit
-takes nothing new. When the disk is full, stored answers are still served, and every new answer
-retries to be written.
+Every answer has a checksum, and points are identified by theirs. Damaged rows are logged and not
+served: an answer is computed again (the same bits, free of charge), points must be uploaded again.
+Nothing is ever evicted, since a lost answer would be charged twice: a store at its size limit
+accepts nothing new. When the disk is full, stored answers are still served, and writing is retried
+with every new answer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ COLUMNS = "key, digest, body, queries, texts, images"
 Done = Callable[[Exception | None], None]
 
 log = logging.getLogger("flops.serve")
-PATIENCE = 3.0  # seconds to wait for the lock
-KEPT_LOG = 16 * 2**20  # bytes that the write-ahead log keeps when it was longer
+PATIENCE = 3.0  # timeout of the lock in seconds
+KEPT_LOG = 16 * 2**20  # bytes to which a longer write-ahead log is truncated
 
 
 class StoreError(FlopsError):
@@ -60,7 +60,7 @@ class StoreError(FlopsError):
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """An answer as it is stored and sent: logits as a body, under the key of its request."""
+    """An answer as stored and sent: serialized logits under the key of its request."""
 
     key: str
     digest: str  # of the body of the request
@@ -68,7 +68,7 @@ class StoredAnswer:
     cost: RequestCost
 
     def checksum(self) -> str:
-        """SHA-256 of all of it."""
+        """SHA-256 of all fields."""
         mark = hashlib.sha256(repr((self.key, self.digest, *vars(self.cost).values())).encode())
         mark.update(self.body)
         return mark.hexdigest()
@@ -85,13 +85,13 @@ class AnswerStore:
     """Answers by idempotency key, points by digest, and totals.
 
     Args:
-        path: The file; made with its folder if it is not there.
+        path: The file; created with its folder if missing.
         identity: Digest of model and classes, which the answers depend on. A store of another one
-            is refused, because its answers would be wrong.
-        most: Bytes of the file, its write-ahead log included.
+            is rejected, because its answers would be wrong.
+        most: Largest size of the file in bytes, including its write-ahead log.
 
     Raises:
-        StoreError: See there.
+        StoreError: The store belongs to another model, is in use, or cannot be opened.
     """
 
     def __init__(self, path: Path, identity: str, most: int | None = None) -> None:
@@ -127,7 +127,7 @@ class AnswerStore:
         self._thread.start()
 
     def find(self, key: str) -> StoredAnswer | None:
-        """The answer that was kept under a key, if it is as it was written."""
+        """The intact answer under a key, if any."""
         rows = self._read(f"select {COLUMNS}, checksum from answers where key = ?", key)
         if not rows:
             return None
@@ -138,7 +138,7 @@ class AnswerStore:
             )
             if answer.checksum() == checksum:
                 return answer
-        except (TypeError, ValueError):  # the type of a value has changed
+        except (TypeError, ValueError):  # a value of another type
             pass
         if key not in self._damaged:
             log.error("the answer %s in the store is damaged; it is computed again", key)
@@ -146,7 +146,7 @@ class AnswerStore:
         return None
 
     def damaged(self, key: str) -> bool:
-        """Whether the answer under a key was there, and will be replaced free of charge."""
+        """Whether the answer under a key was damaged, and will be replaced free of charge."""
         return key in self._damaged
 
     def points(self, digest: str) -> bytearray | None:
@@ -180,7 +180,7 @@ class AnswerStore:
         return found
 
     def full(self) -> str | None:
-        """Why nothing new is taken; None if there is room."""
+        """Error message of a full store; None if there is room."""
         if self.most is None or (size := self.size()) < self.most:
             return None
         return (
@@ -190,11 +190,11 @@ class AnswerStore:
         )
 
     def usage(self) -> dict[str, int]:
-        """Totals over all answers ever kept; a replay is free and counted apart."""
+        """Totals over all answers; replays are free and counted separately."""
         return self.usage_on_disk() | {"replays": self._replays}
 
     def usage_on_disk(self) -> dict[str, int]:
-        """Totals that would survive now; the last replays may be missing."""
+        """Totals on disk; the last replays may be missing."""
         return {str(name): int(value) for name, value in self._read("select * from totals")}
 
     def keep(self, answers: Sequence[StoredAnswer], done: Done) -> None:
@@ -202,28 +202,28 @@ class AnswerStore:
         self._writes.put(_Write(answers=answers, done=done))
 
     def keep_points(self, digest: str, body: bytes | bytearray, done: Done) -> None:
-        """Write points; likewise."""
+        """Write points; `done` is called from the writing thread when they are on disk."""
         self._writes.put(_Write(points=(digest, body), done=done))
 
     def replayed(self) -> None:
-        """Count an answer that was given again; written along with whatever comes next.
+        """Count a replay; written with the next transaction.
 
-        To be called by one thread; it never waits.
+        Called from one thread only; never blocks.
         """
         self._replays += 1
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write pending data and close the file."""
         self._writes.put(None)
         self._thread.join()
-        with suppress(sqlite3.Error):  # such as a disk that is full: the log stays, and is valid
+        with suppress(sqlite3.Error):  # such as a full disk: the log remains and is valid
             with self._reading:
                 self._reader.close()
             self._writer.close()
         self._lock.release()
 
     def _add_checksums(self) -> None:
-        """Add checksums to a store that was written before there were any."""
+        """Add checksums to a store of an older version."""
         columns = [row[1] for row in self._writer.execute("pragma table_info(answers)")]
         if "checksum" in columns:
             return
@@ -273,7 +273,7 @@ class AnswerStore:
                     write.done(failure)
 
     def _report(self, failure: Exception | None) -> None:
-        """One line when writing begins to fail, and one when it works again."""
+        """Log one line when writing starts to fail, and one when it works again."""
         if failure is not None and not self._failing:
             log.error("the answer store %s cannot be written: %s", self.path, failure)
         elif failure is None and self._failing:
@@ -293,7 +293,7 @@ class AnswerStore:
             f"insert into answers ({COLUMNS}, written, checksum) values (?, ?, ?, ?, ?, ?, ?, ?)",
             [(a.key, a.digest, a.body, *vars(a.cost).values(), now, a.checksum()) for a in answers],
         )
-        answers = [answer for answer in answers if answer.key not in repaired]  # were paid for
+        answers = [answer for answer in answers if answer.key not in repaired]  # already charged
         for write in writes:
             if write.points is not None:
                 self._writer.execute("insert or replace into points values (?, ?)", write.points)
@@ -315,7 +315,7 @@ class AnswerStore:
 
 
 def _make_private(path: Path) -> None:
-    """For its owner alone; SQLite gives the files beside it the same permissions."""
+    """Make it readable by its owner only; SQLite's other files get the same permissions."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     if os.name == "posix" and path.is_file():
         for found in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
@@ -324,9 +324,9 @@ def _make_private(path: Path) -> None:
 
 
 def _locked(path: Path) -> BaseFileLock:
-    """Lock the store for this process alone; the lock goes when the process does."""
+    """Lock the store until the process ends."""
     try:
-        # A process that was killed takes a moment to release it.
+        # A killed process takes a moment to release it.
         return acquire_lock(path.with_name(path.name + ".lock"), PATIENCE)
     except Timeout as error:
         raise StoreError(
