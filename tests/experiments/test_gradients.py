@@ -183,6 +183,6 @@ def test_of_a_third_there_is_no_variance_of_a_matrix() -> None:
         assert ("" in {line["variance"] for line in records([(panel, result)])}) == (
             perturb == "third"
         )
-    variance = "Which matrices and layers dominate the variance"
+    variance = "Variance by matrix and layer"
     assert variance in titles["matrix"]
     assert variance not in titles["third"]

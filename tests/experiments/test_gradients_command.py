@@ -93,7 +93,7 @@ def test_the_command_writes_everything_and_resumes(
     command = [*TINY, "--quick", "--output", str(tmp_path)]
     command += ["--parts", "matrices", "kernel", "baselines"]
     main(command)
-    assert "Which matrices and layers dominate the variance" in capsys.readouterr().out
+    assert "Variance by matrix and layer" in capsys.readouterr().out
     for name in ("matrices-1-steps.png", "matrices-2-steps.png", "baselines.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "| early (1 steps) | SPSA | feed-forward of layer 6 |" in (

@@ -21,7 +21,7 @@ from flops.experiments.robustness_tables import (
     accuracy_sheet,
     bounds_sheet,
     differences_sheets,
-    kept_sheet,
+    relative_sheet,
     write_csv,
 )
 from flops.experiments.robustness_trials import KINDS, Kind, Strengths, Trial
@@ -67,7 +67,7 @@ def test_folders_that_are_no_finished_run(made: Path, tmp_path: Path) -> None:
     assert "holds no run (it is empty)" in refused("--runs", str(empty), output=out)
     other.mkdir()
     (other / "notes.txt").write_text("no run")
-    assert "(there is no config.json); give folders" in refused("--runs", str(other), output=out)
+    assert "(there is no config.json); pass folders" in refused("--runs", str(other), output=out)
     shutil.copytree(made, above / "inside")
     assert "it holds runs, such as inside" in refused("--runs", str(above), output=out)
 
@@ -87,7 +87,7 @@ def test_an_unfinished_run(altered: Callable[..., Path], tmp_path: Path) -> None
     [
         ({"seed": 1, "model": "random:vit-base"}, "has model 'random:vit-base'"),
         ({"seed": 1, "data": "fashion-mnist"}, "has data 'fashion-mnist'"),
-        ({"seed": 1, "learning_rate": 0.5}, "may differ in their seeds alone"),
+        ({"seed": 1, "learning_rate": 0.5}, "may differ in their seeds only"),
         ({"device": "cpu"}, "both of bp with seed 0; leave out one"),
     ],
 )
@@ -133,9 +133,9 @@ def test_damaged_weights(altered: Callable[..., Path]) -> None:
 def test_what_the_options_refuse(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for options, said in (
-        (("--runs", str(made), "--methods", "bp"), "trained already: leave out --methods"),
+        (("--runs", str(made), "--methods", "bp"), "already trained: leave out --methods"),
         (("--runs", str(made), "--data", "fashion-mnist"), "with --data digits, not fashion-mnist"),
-        (("--methods", "mezo"), "no sweep chose for mezo: give --learning-rates mezo=VALUE"),
+        (("--methods", "mezo"), "no default for mezo: pass --learning-rates mezo=VALUE"),
         (("--learning-rates", "ops-lr"), "METHOD=VALUE with a value greater than 0"),
         (("--learning-rates", "adam=1"), "not 'adam=1'; methods are bp, "),
         (("--sigmas", "ops-lr=-1"), "not 'ops-lr=-1'"),
@@ -209,7 +209,7 @@ def test_kept_and_differences_of_known_results() -> None:
             *rows("ops-lr", 7, clean=0.5, fgsm=0.2),  # bp has no such seed
         ],
     )
-    kept = {row[0]: row[1:] for row in kept_sheet(found, STRENGTHS).rows}
+    kept = {row[0]: row[1:] for row in relative_sheet(found, STRENGTHS).rows}
     assert kept["bp"][0] == "50.0 ± 0.0"
     assert kept["bp"][3] == "29.2 ± 5.9"  # 25 and 33.3
     absolute, relative = differences_sheets(found, STRENGTHS)
@@ -223,7 +223,7 @@ def test_kept_and_differences_of_known_results() -> None:
 
 def test_nothing_right_nothing_kept(tmp_path: Path) -> None:
     found = Found("digits", [*rows("bp", 0, clean=0.0), *rows("lr", 3, clean=0.5)])
-    assert kept_sheet(found, STRENGTHS).rows[0][1:] == ("-",) * 6
+    assert relative_sheet(found, STRENGTHS).rows[0][1:] == ("-",) * 6
     assert accuracy_sheet(found, STRENGTHS, "").rows[0][2:] == ("0.0",) * 7
     for sheet in differences_sheets(found, STRENGTHS):  # no seed in common
         assert set(sheet.rows[0][2:]) == {"-"}

@@ -1,8 +1,8 @@
-"""Adversarial images: the three sign attacks of the paper's table of robustness.
+"""Adversarial attacks: the three sign methods of the paper's robustness table.
 
-All of them raise the loss l of a classifier of pixels in [0, 1] by changing every pixel by at most
-``bound``. They use the exact gradient with respect to the pixels, whatever the classifier was
-trained with, and are untargeted. The parameters are left as they are, without a ``.grad``.
+All of them increase the loss l of a classifier of pixels in [0, 1], changing every pixel by at most
+``bound``. They use the exact gradient with respect to the pixels, however the classifier was
+trained, and are untargeted. Parameters and their ``.grad`` are left unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fgsm(model: Classifier, pixels: Tensor, labels: Tensor, bound: float) -> Ten
         bound: Largest change of a pixel.
 
     Raises:
-        FlopsError: If pixels or bound are not what they should be.
+        FlopsError: If pixels or bound are invalid.
     """
     return i_fgsm(model, pixels, labels, bound, steps=1)
 
@@ -57,7 +57,7 @@ def i_fgsm(
         steps: Iterations, one forward and one backward pass each.
 
     Raises:
-        FlopsError: If pixels, bound or steps are not what they should be.
+        FlopsError: If pixels, bound or steps are invalid.
     """
     return _iterate(model, pixels, labels, bound, steps, None)
 
@@ -70,12 +70,12 @@ def mi_fgsm(
     steps: int = 5,
     momentum: float = 1.0,
 ) -> Tensor:
-    """Iterated FGSM along a running sum of normalised gradients.
+    """Iterated FGSM along a running sum of normalised gradients (momentum).
 
         g_0 = 0,   g_{t+1} = momentum * g_t + (dl/dx_t) / |dl/dx_t|_1,
         x_{t+1} = P(x_t + bound / steps * sign(g_{t+1})),
 
-    with the L1 norm of each image by itself and P as in `i_fgsm`.
+    with the L1 norm per image and P as in `i_fgsm`.
     Dong et al.: Boosting adversarial attacks with momentum, 2018, arXiv:1710.06081.
 
     Args:
@@ -87,7 +87,7 @@ def mi_fgsm(
         momentum: Weight of the earlier gradients; 0 is `i_fgsm`.
 
     Raises:
-        FlopsError: If pixels, bound, steps or momentum are not what they should be.
+        FlopsError: If pixels, bound, steps or momentum are invalid.
     """
     if not (math.isfinite(momentum) and momentum >= 0):
         raise FlopsError(f"momentum must be 0 or more, not {momentum}")
@@ -116,7 +116,7 @@ def _iterate(
         direction = _gradient(model, found, labels)
         if momentum is not None:
             sizes = direction.abs().flatten(1).sum(1)  # (n,)
-            sizes = sizes.clamp(min=torch.finfo(sizes.dtype).tiny)  # 0 / 0: no direction stays 0
+            sizes = sizes.clamp(min=torch.finfo(sizes.dtype).tiny)  # a zero gradient stays zero
             total = momentum * total + direction / sizes.view(-1, *[1] * (clean.dim() - 1))
             direction = total
         found = (found + bound / steps * direction.sign()).clamp(low, high)
@@ -124,7 +124,7 @@ def _iterate(
 
 
 def _gradient(model: Classifier, pixels: Tensor, labels: Tensor) -> Tensor:
-    """dl/dx of every image; the sum over images, so that one does not scale the others'."""
+    """dl/dx of every image, from the sum of their losses."""
     with torch.enable_grad():
         asked = pixels.clone().requires_grad_()
         loss = F.cross_entropy(model(asked), labels, reduction="sum")

@@ -20,7 +20,7 @@ from flops.tasks.models.vit import bundled_vit
 
 EstimatorName = Literal["lr", "spsa", "es"]
 THIRDS = ("first third", "middle third", "last third")
-LEARNING_BATCHES = 40  # that shaped noise has seen before it is measured
+LEARNING_BATCHES = 40  # training batches of shaped noise before the measurement
 
 
 def diagnose_bundled(
@@ -38,21 +38,23 @@ def diagnose_bundled(
     """Diagnose the estimates for the bundled model, fine-tuned by backpropagation for some steps.
 
     Args:
-        estimator: Of the layers: likelihood ratio, SPSA or ES.
+        estimator: Estimator of the layers: likelihood ratio, SPSA or ES.
         targets: What likelihood ratio perturbs.
-        shaping: Shape the noise of likelihood ratio, learned from other batches.
+        shaping: Use shaped noise with likelihood ratio, trained on other batches.
         sigma: Noise scale.
         queries: Mean queries per point and group.
-        batch: Points of the batch.
+        batch: Batch size.
         steps: Steps of backpropagation before measuring.
         repeats: Estimates per group and allocator.
-        seed: Key of the noise.
+        seed: Seed of the noise.
 
     Raises:
-        FlopsError: If the settings do not fit together.
+        FlopsError: If the options are inconsistent.
     """
     if shaping and estimator != "lr":
-        raise FlopsError("--shaping shapes likelihood ratio; the layers are too large for others")
+        raise FlopsError(
+            "--shaping needs likelihood ratio here: the layers are too large for other estimators"
+        )
     if batch < 2 or repeats < 1 or queries < 1 or steps < 0:
         raise FlopsError("batch >= 2, repeats >= 1, queries >= 1 and steps >= 0 are needed")
     train = digits().train
@@ -85,11 +87,11 @@ def diagnose_bundled(
 def _learned(
     model: Any, groups: list[Group], train: Split, batch: int, seed: int
 ) -> dict[str, Any]:
-    """State of an engine that has seen other batches than the one that is diagnosed."""
+    """State of an engine trained on other batches than the one to diagnose."""
     fg = ForwardGradient(model, loss_fn, groups, seed=seed)
     others = torch.arange(batch, len(train))
     if len(others) < 2:
-        raise FlopsError(f"--shaping learns from the other points: none are left of {len(train)}")
+        raise FlopsError(f"--shaping trains on the other points: none are left of {len(train)}")
     source = torch.Generator().manual_seed(seed)
     for _ in range(LEARNING_BATCHES):
         rows = others[torch.randperm(len(others), generator=source)[:batch]]

@@ -1,8 +1,8 @@
-"""Cells: the independent runs of a study, each written when it is done, so a study can be resumed.
+"""Cells: the independent runs of a study, each saved when it completes, so that studies can resume.
 
-A cell is one setting with one seed. Its result goes to a JSON file of its own, at once and whole;
-a cell whose file is there, with the same settings, is not run again. Delete the file, or take
-another folder, to measure it again after the code has changed.
+A cell is one setting with one seed. Its result is written atomically to its own JSON file; a cell
+whose file exists, with the same settings, is not run again. To measure it again after a change of
+the code, delete the file or choose another folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flops.storage.files import atomic_write, safe_name
 from flops.storage.plain import parse_object
 
 Result = dict[str, Any]
-LONGEST = 200  # bytes of a file's name
+LONGEST = 200  # longest file name, in bytes
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Cell:
     """One run of a study.
 
     Attributes:
-        part: The part of the study that it belongs to; a folder.
-        measure: A function at the top level of a module, from the settings to plain values.
-        settings: A frozen dataclass, the seed among its fields.
+        part: Part of the study; a folder.
+        measure: A module-level function from the settings to a result for JSON.
+        settings: A frozen dataclass, with the seed among its fields.
     """
 
     part: str
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The seed and the settings that are not left at their defaults."""
+        """The seed and all settings that differ from their defaults."""
         given = [
             f"{f.name}={getattr(self.settings, f.name)}"
             for f in dataclasses.fields(self.settings)
@@ -60,9 +60,9 @@ class Cell:
         return ",".join(given)
 
     def path(self, folder: Path) -> Path:
-        """Where the result goes: in the folder of its part, whatever is in a setting."""
+        """File of the result, in the folder of its part."""
         name = safe_name(self.name)
-        if name != self.name or len(os.fsencode(name)) > LONGEST:  # others may come out alike
+        if name != self.name or len(os.fsencode(name)) > LONGEST:  # else names could collide
             name = f"{name[: LONGEST // 4]}-{self._digest}"
         return folder / "cells" / self.part / f"{name}.json"
 
@@ -71,39 +71,39 @@ class Cell:
         return hashlib.sha256(os.fsencode(self.name)).hexdigest()[:16]
 
     def _places(self, folder: Path) -> list[Path]:
-        """Where the result may be: older versions left `/` and `:` in names."""
+        """Possible files of the result: older versions kept `/` and `:` in names."""
         name, parts = self.name, Path(self.name).parts
         if ".." in parts or any(len(os.fsencode(part)) > LONGEST for part in parts):
             name = f"{self.name.replace('/', '_')[: LONGEST // 4]}-{self._digest}"
         return [self.path(folder), folder / "cells" / self.part / f"{name}.json"]
 
     def load(self, folder: Path) -> Result | None:
-        """The result, if it is there and of the same settings."""
+        """The saved result, if it has the same settings."""
         return next((r for p in self._places(folder) if (r := self._read(p)) is not None), None)
 
     def forget(self, folder: Path) -> None:
-        """Remove the result, so that the cell is run again."""
+        """Delete the result, so that the cell is run again."""
         for path in self._places(folder):
             path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> Result | None:
         try:
             kept = parse_object(path.read_bytes())
-        except (OSError, ValueError):  # absent or half, or a name that this system does not take
+        except (OSError, ValueError):  # missing, truncated, or an invalid name on this system
             return None
         defaults = {
             f.name: f.default
             for f in dataclasses.fields(self.settings)
             if f.default is not dataclasses.MISSING
-        }  # of settings that are newer than the result
+        }  # of settings added after the result was written
         now = json.loads(json.dumps(dataclasses.asdict(self.settings)))
         settings, result = kept.get("settings"), kept.get("result")
-        if not isinstance(settings, dict) or not isinstance(result, dict):  # nothing of ours
+        if not isinstance(settings, dict) or not isinstance(result, dict):  # not a result
             return None
         return result if {**json.loads(json.dumps(defaults)), **settings} == now else None
 
     def save(self, folder: Path, result: Result) -> None:
-        """Write the result beside its place and move it there, so that it is whole or absent."""
+        """Write the result atomically."""
         path = self.path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = {"settings": dataclasses.asdict(self.settings), "result": result}
@@ -118,22 +118,22 @@ def run_cells(
     title: str,
     fresh: bool = False,
 ) -> list[Result]:
-    """Run the cells that are not done, and return the results of all, in order.
+    """Run the cells without a saved result, and return the results of all, in order.
 
     Args:
-        cells: What to run.
-        folder: Where results are kept.
-        workers: Processes, of one thread each; 0 runs in this one.
-        console: Shows a bar if it is a terminal.
-        title: In front of the bar.
-        fresh: A process for each cell, so that its peak memory is its own.
+        cells: Cells to run.
+        folder: Folder of the results.
+        workers: Processes, with one thread each; 0 runs in this process.
+        console: Shows a progress bar if it is a terminal.
+        title: Title of the progress bar.
+        fresh: Use a new process for each cell, for its own peak memory.
 
-    A result that cannot be written, as on a full disk, is kept in memory, and written as soon as
-    that works again; a warning says so once.
+    A result that cannot be written, for instance to a full disk, is kept in memory and written as
+    soon as possible, with one warning.
 
     Raises:
-        FlopsError: If cells failed. The others have been run and kept.
-        DiskError: If results could not be written up to the end.
+        FlopsError: If cells failed. The results of the others are saved.
+        DiskError: If results could not be written at the end.
     """
     left = [cell for cell in cells if cell.load(folder) is None]
     failed: dict[str, BaseException] = {}
@@ -149,31 +149,31 @@ def run_cells(
                 unwritten[cell] = result
                 if not said:
                     said = (
-                        f"cannot write to {folder}: {reason(error)}; the study goes on, and results"
-                        " are written as soon as there is room"
+                        f"cannot write to {folder}: {reason(error)}; the study continues, and "
+                        "results are written as soon as there is space"
                     )
                     warnings.warn(said, stacklevel=2)
             elif error is not None:
                 failed[cell.name] = error
-            _write_again(unwritten, folder)
+            _retry_writes(unwritten, folder)
             bar.advance(task)
     if unwritten:
         some = f"cannot write {len(unwritten)} of {len(left)} results to {folder}"
-        advice = "make room, and run it again: these are measured again, the others are kept"
+        advice = "free some space and run it again: these are measured again, the others are kept"
         raise DiskError(f"{some}: {said.partition(': ')[2].partition(';')[0]}; {advice}")
     if failed:
         name, error = next(iter(failed.items()))
-        if isinstance(error, MissingPackageError):  # it says all that there is to say
+        if isinstance(error, MissingPackageError):  # its message is sufficient
             raise error
         raise FlopsError(
             f"{len(failed)} of {len(left)} cells of '{title}' failed, first '{name}': {error!r}; "
-            "the others are kept, run again to continue"
+            "the others are kept; run again to continue"
         ) from error
     return [found for cell in cells if (found := cell.load(folder)) is not None]
 
 
-def _write_again(unwritten: dict[Cell, Result], folder: Path) -> None:
-    """Write what can be written by now."""
+def _retry_writes(unwritten: dict[Cell, Result], folder: Path) -> None:
+    """Retry writing."""
     for cell, result in list(unwritten.items()):
         try:
             cell.save(folder, result)
@@ -185,7 +185,7 @@ def _write_again(unwritten: dict[Cell, Result], folder: Path) -> None:
 def _finished(
     cells: Sequence[Cell], folder: Path, workers: int, fresh: bool
 ) -> Iterator[tuple[Cell, BaseException | None, Result | None]]:
-    """Cells as they finish, each with its error or None, and the result if it is not written."""
+    """Cells as they complete, with the error or None, and the result if not written."""
     if workers == 0:
         for cell in cells:
             yield cell, *_attempt(cell, folder)
@@ -193,7 +193,7 @@ def _finished(
     if not cells:
         return
     before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes import torch
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch when imported in the workers
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         min(workers, len(cells)),
@@ -204,7 +204,7 @@ def _finished(
     try:
         futures = {pool.submit(_attempt, cell, folder): cell for cell in cells}
         for future in as_completed(futures):
-            failed = future.exception()  # the process itself died
+            failed = future.exception()  # the worker process died
             yield futures[future], *((failed, None) if failed is not None else future.result())
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -215,7 +215,7 @@ def _finished(
 
 
 def _start_worker() -> None:
-    """One thread of torch; it ends without a word at Ctrl-C, and if the parent is killed."""
+    """Set one torch thread; exit silently at Ctrl-C and when the parent process dies."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
@@ -235,6 +235,6 @@ def _attempt(cell: Cell, folder: Path) -> tuple[Exception | None, Result | None]
         return error, None
     try:
         cell.save(folder, result)
-    except OSError as error:  # what took hours to measure is not thrown away
+    except OSError as error:  # keep a result that took long to measure
         return error, result
     return None, None

@@ -1,9 +1,9 @@
 """Common random numbers: several estimates of a batch share the losses of their queries.
 
-Draw i of a point is the same whatever the counts (`flops.perturb.random`), so estimates of one
-batch under other allocations and budgets need losses that are mostly known already. Here each is
-computed once; noise, weights and gradients still come from the estimator itself. Comparisons are
-paired to the last draw, and several times cheaper.
+Draw i of a point does not depend on the counts (`flops.perturb.random`), so estimates of one batch
+under other allocations and budgets share most of their losses. Here each loss is computed once;
+noise, weights and gradients still come from the estimator. Comparisons are paired draw by draw, and
+several times cheaper.
 
 Not for noise that depends on more than (key, point, draw): orthogonal or shaped.
 """
@@ -24,11 +24,11 @@ from flops.estimators.base import Answer, Queries
 
 
 class RememberedLosses:
-    """Runs a query, unless all of its losses are known.
+    """Runs a query, unless all of its losses are cached.
 
     Attributes:
-        losses: By point, draw and sign; NaN where not known yet, shape (B, draws, 2).
-        runs: Rows that were run.
+        losses: By point, draw and sign; NaN if not computed yet, shape (B, draws, 2).
+        runs: Number of rows run.
     """
 
     def __init__(self, size: int, draws: int, dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ class RememberedLosses:
         self.runs = 0
 
     def __call__(self, query: Query) -> Answer:
-        """What the rows showed."""
+        """Losses of the rows."""
         rows = query.rows
         place = (rows.points, rows.draws, (rows.signs < 0).long())
         if bool(torch.isnan(self.losses[place]).any()):
@@ -58,10 +58,10 @@ def spend_sharing(
     Args:
         session: The batch.
         group: The group; its own number of queries is not used.
-        binding: What its estimator worked out.
+        binding: Binding of its estimator to the model.
         chosen: Mean queries per point and allocator of each estimate; allocators without a pilot.
             They learn from their own queries.
-        signal: What allocators know; budget and floor are filled in.
+        signal: Input of the allocators; budget and floor are filled in.
         queries: The queries of a step of this group.
     """
     planned = []

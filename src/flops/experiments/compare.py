@@ -1,10 +1,10 @@
-"""Several methods on one task, at equal cost and at equal epochs.
+"""Comparison of methods on one task, at equal cost and at equal epochs.
 
-One run of a method gives both: it goes on until the epochs are done *and* the budget of forward
-equivalents is used up, and is measured at both marks. The budget is what the most expensive forward
-method takes for the epochs, so that every method has done them by then. Learning rate and sigma of
-each method come from the same small sweep on the validation split, with a seed of its own; the test
-split is looked at in the reported runs only.
+One run of a method gives both: it continues until the epochs are complete *and* the budget of
+forward equivalents is used up, and is evaluated at both marks. The budget is the cost of the epochs
+for the most expensive forward method, so that every method completes them. Learning rate and sigma
+of each method come from the same small sweep on the validation split, with a separate seed; the
+test split is evaluated in the reported runs only.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def main(study: MethodComparison) -> None:
     folder, console, targets = study.folder, study.console, study.base.targets
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # not after hours
+    except OSError as error:  # early, not after hours
         raise FlopsError(f"cannot write to {folder}: {error.strerror}") from error
     study, chosen, results = compare(study)
     spread = f"mean ± standard deviation over {study.seeds} seeds" if study.seeds > 1 else "1 seed"
     cost = (
-        "queries: rows under noise; forwards: forward equivalents, 3 per point for "
-        "backpropagation; MB: peak of the process, libraries included."
+        "queries: rows with noise; forwards: forward equivalents, 3 per point for "
+        "backpropagation; MB: peak memory of the process, libraries included."
     )
     titles = {
         "at_budget": f"(a) Equal cost: {study.budget:,.0f} forward equivalents, {spread}",
@@ -69,7 +69,7 @@ def main(study: MethodComparison) -> None:
     try:
         with writing(folder, MEASURED):
             plot(folder / "accuracy.png", results)
-        console.print(f"the plot is {folder / 'accuracy.png'}", markup=False, soft_wrap=True)
+        console.print(f"plot: {folder / 'accuracy.png'}", markup=False, soft_wrap=True)
     except ImportError as error:
         console.print(f"no plot was drawn: {error}", markup=False)
     console.print(f"results are in {folder}", markup=False, soft_wrap=True)
@@ -78,7 +78,7 @@ def main(study: MethodComparison) -> None:
 def compare(
     study: MethodComparison,
 ) -> tuple[MethodComparison, dict[MethodName, Chosen], dict[MethodName, list[Result]]]:
-    """Sweep, then run every method with every seed; what is done already is read again.
+    """Sweep, then run every method with every seed; completed runs are loaded.
 
     Returns:
         The study with its budget, the chosen settings and the results of the seeds, by method.
@@ -87,9 +87,9 @@ def compare(
         FlopsError: If there is nothing to compare, or a run failed.
     """
     if not study.methods or len(set(study.methods)) != len(study.methods):
-        raise FlopsError(f"give different methods to compare, not {list(study.methods)}")
+        raise FlopsError(f"need different methods to compare, not {list(study.methods)}")
     for rate, sigma in itertools.product(study.learning_rates, study.sigmas):
-        study.run("lr", rate, sigma).config()  # refuses what is not allowed, before anything is run
+        study.run("lr", rate, sigma).config()  # raises for invalid values before anything is run
     if study.budget is None:
         forward = [m for m in study.methods if m != "bp"] or study.methods
         budget = float(round(max(cost_of_epochs(study, method) for method in forward)))
@@ -104,19 +104,19 @@ def compare(
 
 
 def _cells(study: MethodComparison, method: MethodName, chosen: Chosen) -> list[tuple[Cell, Cell]]:
-    """For every seed the run for equal cost and the one for equal epochs; often they are one."""
+    """For every seed the runs for equal cost and equal epochs, often the same."""
     found = []
     for seed in range(study.seeds):
         cost = study.run(method, chosen.learning_rate, chosen.sigma, seed=seed, test=True)
         epochs = study.run(method, chosen.epochs_rate, chosen.epochs_sigma, seed=seed, test=True)
         if epochs != cost:
-            epochs = dataclasses.replace(epochs, budget=None)  # ends with the epochs
+            epochs = dataclasses.replace(epochs, budget=None)  # stops after the epochs
         found.append((Cell("runs", measure, cost), Cell("runs", measure, epochs)))
     return found
 
 
 def _both(study: MethodComparison, cost: Cell, epochs: Cell) -> Result:
-    """One result: each table has the run that was tuned for it."""
+    """Merge both runs: each table uses the run that was tuned for it."""
     found, other = cost.load(study.folder), epochs.load(study.folder)
     assert found is not None
     assert other is not None
@@ -124,11 +124,11 @@ def _both(study: MethodComparison, cost: Cell, epochs: Cell) -> Result:
 
 
 def cost_of_epochs(study: MethodComparison, method: MethodName) -> float:
-    """Forward equivalents of the epochs, by taking two steps: a first one may cost more."""
-    still = 1e-9  # a learning rate with which nothing diverges
+    """Forward equivalents of the epochs, from the second of two steps: the first may cost more."""
+    still = 1e-9  # a learning rate too small to diverge
     trainer = Trainer(study.run(method, still, study.sigmas[-1]).config())
     trainer.step()
-    before = trainer.progress.spent  # with looking at the structure, pruning
+    before = trainer.progress.spent  # includes tracing and pruning
     points = trainer.points * study.epochs - study.base.batch
     trainer.step()
     assert trainer.progress.per_point is not None

@@ -1,4 +1,4 @@
-"""What is compared, and one run of it."""
+"""Settings of a comparison, and one run of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ComparisonRun:
     weights: str = ""  # digest of a model folder
 
     def config(self) -> FinetuneConfig:
-        """The same as a training run that writes no folder."""
+        """Configuration of a training run without a run directory."""
         return FinetuneConfig(
             model=self.model,
             head=self.head,
@@ -63,7 +63,7 @@ class ComparisonRun:
 
 
 def measure(run: ComparisonRun) -> Result:
-    """Train, and return all evaluations and the two that are compared."""
+    """Train; return all evaluations and the two that are compared."""
     found = train(run.config())
     marks = {mark: e for e in found.evaluations for mark in e.marks}
     result: Result = {"at_epochs": marks[epoch_mark(run.epochs)].to_dict()}
@@ -73,8 +73,8 @@ def measure(run: ComparisonRun) -> Result:
     return {**result, "curve": curve, "peak_memory": found.peak_memory}
 
 
-def try_out(run: ComparisonRun) -> Result:
-    """The same for a run of the sweep, where a setting that diverges is only a bad one."""
+def measure_sweep_run(run: ComparisonRun) -> Result:
+    """As `measure`, for a run of the sweep, which may diverge."""
     try:
         return measure(run)
     except NonFiniteLossError:
@@ -90,20 +90,20 @@ def _weights(model: str) -> str:
 
 @dataclass(frozen=True)
 class MethodComparison:
-    """What is compared, and how.
+    """Settings of a comparison.
 
     Attributes:
-        methods: In the order of the tables.
-        seeds: Reported seeds.
-        epochs: At which table (b) compares.
-        budget: Forward equivalents at which table (a) compares; None is what the most
-            expensive forward method takes for the epochs.
-        learning_rates: To choose from; a single one is not swept.
-        sigmas: To choose from.
+        methods: Methods, in the order of the tables.
+        seeds: Number of reported seeds.
+        epochs: Epochs of table (b).
+        budget: Forward equivalents of table (a); None for the cost of the epochs with the most
+            expensive forward method.
+        learning_rates: Candidates of the sweep; a single one is not swept.
+        sigmas: Candidates of the sweep.
         sweep_epochs: Epochs of a run of the sweep.
         base: Model, head, data, queries, batch, limit and targets.
-        folder: Where results are kept, run by run.
-        workers: Processes, of one thread each.
+        folder: Folder of the results.
+        workers: Processes, with one thread each.
     """
 
     methods: tuple[MethodName, ...]

@@ -1,7 +1,7 @@
-"""The same small sweep for every method, on the validation split, with a seed of its own.
+"""The same small sweep for every method, on the validation split, with a separate seed.
 
-Short runs of all settings; then, since a rate that is best for few steps may not be for many, runs
-in full of the two best rates, if they are close.
+Short runs of all settings, then full runs of the two best learning rates if they are close, since
+the best rate for few steps may not be the best for many.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flops.experiments.cells import Cell, run_cells
-from flops.experiments.compare_runs import ComparisonRun, MethodComparison, try_out
+from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure_sweep_run
 from flops.training.methods import MethodName
 
-MARGIN = 0.25  # of accuracy after a short run: 10 points were seen to turn into -20
-SWEEP_SEED = 1000  # of the sweep: not among those that are reported
+MARGIN = 0.25  # of accuracy after a short run: differences of +10 points have become -20
+SWEEP_SEED = 1000  # never among the reported seeds
 
 
 @dataclass(frozen=True)
 class Tried:
     """A setting and its validation accuracy at equal cost and at equal epochs.
 
-    None where the run was not meant to get there, or diverged on the way.
+    None if the run was too short or diverged.
     """
 
     learning_rate: float
@@ -32,21 +32,21 @@ class Tried:
     epochs: float | None
 
     def score(self, by: Literal["cost", "epochs"]) -> tuple[float, float]:
-        """To be compared with others; the other accuracy breaks ties."""
+        """Sort key; the other accuracy breaks ties."""
         cost, epochs = (-1.0 if x is None else x for x in (self.cost, self.epochs))
         return (cost, epochs) if by == "cost" else (epochs, cost)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the sweep chose for a method, and all that it saw.
+    """The chosen settings of a method, and all results of the sweep.
 
     Attributes:
-        learning_rate: The best at equal cost; and `sigma`.
-        epochs_rate: The best at equal epochs; and `epochs_sigma`. A method that takes many more
-            steps for the budget wants another rate there.
-        tried: All settings, after a short run.
-        finals: The best of them, after a run in full.
+        learning_rate: The best at equal cost, with `sigma`.
+        epochs_rate: The best at equal epochs, with `epochs_sigma`. A method with many more steps
+            at equal cost needs another rate there.
+        tried: Results of all short runs.
+        finals: Results of the full runs.
     """
 
     learning_rate: float
@@ -63,7 +63,7 @@ def sweep(study: MethodComparison, method: MethodName) -> Chosen:
     pairs = list(itertools.product(study.learning_rates, sigmas))
     if len(pairs) == 1:
         return Chosen(*pairs[0], *pairs[0])
-    # As long, in proportion, as the reported runs: cheap methods take more epochs for a budget.
+    # Proportional to the reported runs: cheap methods take more epochs for a budget.
     share = (study.budget or 1.0) * study.sweep_epochs / study.epochs
     short = {
         pair: study.run(method, *pair, seed=SWEEP_SEED, epochs=study.sweep_epochs, budget=share)
@@ -72,7 +72,7 @@ def sweep(study: MethodComparison, method: MethodName) -> Chosen:
     tried = _tried(study, method, "sweep", short)
     final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in _best_rates(tried, "cost")}
     for pair in _best_rates(tried, "epochs"):
-        if pair not in final:  # ends with the epochs
+        if pair not in final:  # stops after the epochs
             final[pair] = study.run(method, *pair, seed=SWEEP_SEED, budget=None)
     if len(final) == 1:
         return Chosen(*next(iter(final)), *next(iter(final)), tried)
@@ -87,8 +87,8 @@ def _tried(
     part: str,
     runs: Mapping[tuple[float, float], ComparisonRun],
 ) -> tuple[Tried, ...]:
-    """ComparisonRun, or read, some settings."""
-    cells = [Cell(part, try_out, run) for run in runs.values()]
+    """Run, or load, some settings."""
+    cells = [Cell(part, measure_sweep_run, run) for run in runs.values()]
     found = run_cells(cells, study.folder, study.workers, study.console, f"{part} {method}")
     scores = [
         [one.get(mark, {}).get("accuracy") for mark in ("at_budget", "at_epochs")] for one in found
@@ -97,7 +97,7 @@ def _tried(
 
 
 def _best_rates(tried: Sequence[Tried], by: Literal["cost", "epochs"]) -> list[tuple[float, float]]:
-    """The best setting, and that of another learning rate that comes close to it."""
+    """The best setting, and one with another learning rate if it is close."""
     order = sorted(tried, key=lambda t: t.score(by), reverse=True)
     best = order[0]
     close = [

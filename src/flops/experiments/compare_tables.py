@@ -1,4 +1,4 @@
-"""Tables, plot and one sentence of a comparison, from its results alone."""
+"""Tables, plot and summary of a comparison."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HEADER = ("method", "perturbs", "test accuracy, %", "epochs", "queries", "forwar
 def table(
     results: Results, mark: str, title: str, note: str, targets: Targets | None = None
 ) -> Sheet:
-    """One row for each method: mean ± standard deviation over the seeds.
+    """One row per method: mean ± standard deviation over the seeds.
 
     Args:
-        results: By method, of its seeds.
+        results: Results of the seeds, by method.
         mark: "at_budget" or "at_epochs".
-        title: Of the table.
-        note: Below it.
-        targets: What likelihood ratio perturbs; None is each method's own choice.
+        title: Title of the table.
+        note: Text below the table.
+        targets: What likelihood ratio perturbs; None for the default of each method.
     """
     rows = []
     for method, found in results.items():
@@ -53,7 +53,7 @@ def table(
 
 
 def sweep_table(chosen: Mapping[MethodName, Any]) -> Sheet | None:
-    """What the sweep saw, the best at equal cost first; None if nothing was swept."""
+    """Results of the sweep, the best at equal cost first; None without a sweep."""
     rows = []
     for method, c in chosen.items():
         tables = {"a": (c.learning_rate, c.sigma), "b": (c.epochs_rate, c.epochs_sigma)}
@@ -66,9 +66,11 @@ def sweep_table(chosen: Mapping[MethodName, Any]) -> Sheet | None:
                 noise = "-" if method == "bp" else f"{t.sigma:g}"
                 rows.append((method, length, f"{pair[0]:g}", noise, *scores, " ".join(names)))
     header = ("method", "run", "learning rate", "sigma", "equal cost, %", "equal epochs, %", "for")
-    note = "Validation accuracy, and the table that a setting was chosen for: the best of the runs "
-    note += "in full, which the two best rates of the short runs had if they were close. One seed, "
-    note += "not among those reported. A run that diverged has no accuracy."
+    note = (
+        "Validation accuracy, and the table that a setting was chosen for: the best full run. If "
+    )
+    note += "the two best rates of the short runs were close, both had full runs. One seed, not "
+    note += "among those reported. A run that diverged has no accuracy."
     return Sheet("Sweep", header, rows, note) if rows else None
 
 
@@ -91,7 +93,7 @@ PAIRS: tuple[tuple[MethodName, MethodName, str], ...] = (
 
 
 def differences(results: Results) -> Sheet | None:
-    """The differences that are claimed, paired by seed; None for one seed."""
+    """Selected differences, paired by seed; None for one seed."""
     rows = []
     for better, worse, mark in PAIRS:
         if better in results and worse in results and len(results[better]) > 1:
@@ -102,7 +104,7 @@ def differences(results: Results) -> Sheet | None:
 
 
 def sentence(results: Results, epochs: int) -> str:
-    """What was seen, in one sentence."""
+    """Summary in one sentence."""
 
     def mean(method: MethodName, mark: str) -> float:
         return float(100 * np.mean([one[mark]["test"] for one in results[method]]))
@@ -112,7 +114,7 @@ def sentence(results: Results, epochs: int) -> str:
         return f"Backpropagation reached {mean('bp', 'at_epochs'):.1f} % after {epochs} epochs."
     order = sorted(forward, key=lambda m: -mean(m, "at_budget"))
     ranks = ", ".join(f"{m} {mean(m, 'at_budget'):.1f}" for m in order)
-    said = f"At equal cost the forward methods reach {ranks} % of the test points"
+    said = f"At equal cost the forward methods reach test accuracies of {ranks} %"
     if "bp" in results:
         best = order[0]
         gap = mean("bp", "at_epochs") - mean(best, "at_epochs")
@@ -122,7 +124,7 @@ def sentence(results: Results, epochs: int) -> str:
 
 
 def plot(path: Path, results: Results) -> None:
-    """Validation accuracy against forward equivalents, the mean and range over seeds."""
+    """Plot validation accuracy against forward equivalents: mean and range over seeds."""
     figure = matplotlib_figures().Figure(figsize=(7.5, 4.5), layout="constrained")
     axis = figure.subplots()
     for method, found in results.items():

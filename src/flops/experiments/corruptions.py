@@ -1,8 +1,8 @@
 """Natural noise on images: Gaussian, uniform and Poisson.
 
-Noise is drawn from a private generator of (seed, kind, the image's place in the data set): every
-model sees the same noisy images, whatever the batches are, and the global random state is left
-alone. Results are clipped to [0, 1].
+Noise is drawn from a private generator keyed by (seed, kind, index of the image): every model sees
+the same noisy images, whatever the batches, and the global random state is left unchanged. Results
+are clipped to [0, 1].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from flops.errors import FlopsError
 from flops.perturb.random import generator
 
-_GAUSSIAN, _UNIFORM, _POISSON = 0x0C01, 0x0C02, 0x0C03  # set the kinds apart
+_GAUSSIAN, _UNIFORM, _POISSON = 0x0C01, 0x0C02, 0x0C03  # streams
 
 
 def gaussian(pixels: Tensor, rows: Tensor, std: float, seed: int = 0) -> Tensor:
@@ -24,12 +24,12 @@ def gaussian(pixels: Tensor, rows: Tensor, std: float, seed: int = 0) -> Tensor:
 
     Args:
         pixels: Images in [0, 1], (n, channels, side, side).
-        rows: Their places in the data set, (n,).
+        rows: Their indices in the data set, (n,).
         std: Standard deviation, 0 or more.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Raises:
-        FlopsError: If std is not allowed, or rows do not fit the pixels.
+        FlopsError: If std is negative, or rows do not fit the pixels.
     """
     _check("the standard deviation of Gaussian noise", std, std >= 0, "0 or more")
 
@@ -44,12 +44,12 @@ def uniform(pixels: Tensor, rows: Tensor, half: float, seed: int = 0) -> Tensor:
 
     Args:
         pixels: Images in [0, 1], (n, channels, side, side).
-        rows: Their places in the data set, (n,).
+        rows: Their indices in the data set, (n,).
         half: Half the width, 0 or more.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Raises:
-        FlopsError: If half is not allowed, or rows do not fit the pixels.
+        FlopsError: If half is negative, or rows do not fit the pixels.
     """
     _check("the half width of uniform noise", half, half >= 0, "0 or more")
 
@@ -60,18 +60,18 @@ def uniform(pixels: Tensor, rows: Tensor, half: float, seed: int = 0) -> Tensor:
 
 
 def poisson(pixels: Tensor, rows: Tensor, scale: float, seed: int = 0) -> Tensor:
-    """clip(k / scale, 0, 1) with k ~ Poisson(scale * x): the noise of counted light.
+    """clip(k / scale, 0, 1) with k ~ Poisson(scale * x): shot noise.
 
-    Mean x and variance x / scale, before it is clipped. Black stays black.
+    Mean x and variance x / scale before clipping. Black stays black.
 
     Args:
         pixels: Images in [0, 1], (n, channels, side, side).
-        rows: Their places in the data set, (n,).
-        scale: Mean count of a white pixel, greater than 0; less is more noise.
-        seed: Of the noise.
+        rows: Their indices in the data set, (n,).
+        scale: Mean count of a white pixel, greater than 0; lower means more noise.
+        seed: Seed of the noise.
 
     Raises:
-        FlopsError: If scale is not allowed, or rows do not fit the pixels.
+        FlopsError: If scale is not positive, or rows do not fit the pixels.
     """
     _check("the scale of Poisson noise", scale, scale > 0, "greater than 0")
 
@@ -89,7 +89,7 @@ def _corrupt(
 ) -> Tensor:
     if len(rows) != len(pixels):
         raise FlopsError(f"{len(pixels)} images need as many rows, not {len(rows)}")
-    images = pixels.cpu()  # the generators' device, so that every device sees the same noise
+    images = pixels.cpu()  # on the CPU, so that every device sees the same noise
     pairs = zip(images, rows.tolist(), strict=True)
     noisy = [draw(image, generator(*key, row)) for image, row in pairs]
     return torch.stack(noisy).clamp_(0, 1).to(pixels) if noisy else pixels.clone()

@@ -1,12 +1,12 @@
-"""Gradients: how close estimates are to the exact gradient, by budget, allocator and matrix.
+"""Study of gradients: cosine of estimates to the exact gradient, by budget, allocator and matrix.
 
 - `matrices`: the paper's ablation; cosine of the Key and the first feed-forward matrix of the
-  first, middle and last layer against the query budget, under every allocator.
-- `kernel`: the Gaussian allocator against itself with a diagonal covariance.
+  first, middle and last layer by query budget and allocator.
+- `kernel`: the Gaussian allocator with its kernel and with a diagonal covariance.
 - `targets`: leaf, block and stage targets, isotropic and shaped noise.
 - `baselines`: the clean loss, antithetic pairs, none.
 
-At several stages of training, each on the same start models, which are made once and kept. Every
+At several stages of training, from the same start models, which are trained once and saved. Every
 panel and every row is a cell (`flops.experiments.cells`): the study can be stopped and resumed.
 """
 
@@ -59,18 +59,18 @@ COSINE = "cosine"
 
 @dataclass(frozen=True)
 class GradientStudy:
-    """What is measured, and where it goes.
+    """Settings of the study.
 
     Attributes:
-        folder: Of results, tables and figures.
-        console: Shows bars and tables.
-        panel: The settings that all panels share; ablations take those that they have as well.
+        folder: Folder of results, tables and figures.
+        console: Shows progress bars and tables.
+        panel: Settings shared by all panels; ablations use those that apply.
         stages: Steps of backpropagation before each measurement.
-        estimators: Of the panels.
-        matrices: Of the panels.
-        layers: Of the panels, by number or as first, middle, last.
-        learn: Batches that shaped noise learns from.
-        workers: Processes, of one thread each; 0 runs in this one.
+        estimators: Estimators of the panels.
+        matrices: Matrices of the panels.
+        layers: Layers of the panels, by number or as first, middle, last.
+        learn: Training batches of shaped noise.
+        workers: Processes, with one thread each; 0 runs in this process.
     """
 
     folder: Path
@@ -84,10 +84,10 @@ class GradientStudy:
     workers: int = 2
 
     def check(self) -> list[int]:
-        """Refuse what cannot be measured before anything is; returns the numbers of the layers.
+        """Validate the settings before anything is measured; return the numbers of the layers.
 
         Raises:
-            FlopsError: Says what was given and what there is.
+            FlopsError: If a setting is invalid.
         """
         panel = self.panel
         for what, given in (
@@ -99,7 +99,7 @@ class GradientStudy:
             ("allocators", panel.allocators),
         ):
             if not given or len(set(given)) < len(given):
-                raise FlopsError(f"{what}: give at least one, and each once, not {list(given)}")
+                raise FlopsError(f"{what}: need at least one, each only once, not {list(given)}")
         for name in panel.allocators:
             named(ALLOCATORS, name, "allocator")
         for name in self.estimators:
@@ -132,14 +132,14 @@ class GradientStudy:
     def run(
         self, part: str, measure: Callable[[Path, Settings], Result], every: Sequence[Settings]
     ) -> list[tuple[Settings, Result]]:
-        """Results of all settings, from their files where these are there."""
+        """Results of all settings; saved ones are loaded."""
         cells = [Cell(part, partial(measure, self.folder), settings) for settings in every]
         found = run_cells(cells, self.folder, self.workers, self.console, part)
         return list(zip(every, found, strict=True))
 
 
 def panels(study: GradientStudy, layers: Sequence[int]) -> list[Panel]:
-    """All panels; those of early layers, which cost most, first within a stage."""
+    """All panels; those of early layers, the most expensive, first within a stage."""
     return [
         replace(study.panel, steps=steps, estimator=estimator, matrix=matrix, layer=layer)
         for steps in study.stages
@@ -168,7 +168,7 @@ def _figure(path: Path, found: Found, stage: str) -> None:
         for p, result in found
     }
     layers = different(found, "layer")
-    alone = "the matrix alone" if panel.perturb == "matrix" else "its third of the layers"
+    alone = "only the matrix" if panel.perturb == "matrix" else "its third of the layers"
     title = (
         f"Cosine to the exact gradient, {stage}, {alone} perturbed\n"
         f"mean and 95 % interval of {panel.repeats} batches of {panel.batch} points; "
@@ -207,7 +207,7 @@ def _draw(study: GradientStudy, draw: Callable[[], None]) -> None:
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write one line for each mapping, the names of the first above them."""
+    """Write one line per mapping, under a header with the names of the first."""
     with (
         writing(path, MEASURED),
         replacing(path) as scratch,
@@ -219,19 +219,19 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main(parts: Sequence[Part], study: GradientStudy) -> None:
-    """Measure the parts; tables go to the console and, by part, to Markdown, JSON and CSV.
+    """Run the parts; tables go to the console and, by part, to Markdown, JSON and CSV.
 
     Raises:
         FlopsError: If something cannot be measured, or cells failed.
     """
     if not parts:
-        raise FlopsError(f"parts: give at least one of {', '.join(PARTS)}")
+        raise FlopsError(f"parts: need at least one of {', '.join(PARTS)}")
     try:
         study.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FlopsError(f"cannot write to {study.folder}: {error.strerror}") from error
     layers = study.check()
-    for steps in study.stages:  # here, and not in every worker
+    for steps in study.stages:  # here, not in every worker
         load_warm_start(study.folder, replace(study.panel.start, steps=steps))
     for part in dict.fromkeys(parts):
         sheets, long = _matrices(study, layers) if part == "matrices" else _ablation(part, study)

@@ -1,4 +1,4 @@
-"""The ablations of the study of gradients: which settings are measured, and their tables."""
+"""The ablations of the study of gradients: settings and tables."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flops.report.intervals import Interval, interval, paired
 from flops.report.table import Sheet
 
 Measured = Sequence[tuple[Thirds, Result]]
-SIGMAS = (1e-3, 1.0)  # a small one, and one at which the curvature of the loss is felt
+SIGMAS = (1e-3, 1.0)  # a small one, and one at which curvature matters
 FEW = 2  # batches after which the kernel may still matter
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """One of the ablations.
+    """An ablation.
 
     Attributes:
-        title: Of its table and figure.
-        question: What the rows differ in.
-        options: From the number of batches that allocators, and shaped noise, learn from, to the
-            settings of the rows, at every stage.
+        title: Title of its table and figure.
+        question: Header of the first column: what the rows differ in.
+        options: Maps the numbers of training batches of allocators and shaped noise to the settings
+            of the rows, at every stage.
         label: Name of a row.
-        reference: Name of what the other rows are compared with.
-        compare: Settings that make a row its reference.
+        reference: Name of the reference row.
+        compare: Changes of the settings that turn a row into its reference.
         figure: Group and bar of a row in the figure; None for no figure.
     """
 
@@ -52,7 +52,7 @@ def _kernel(settings: Thirds) -> str:
 ABLATIONS: dict[str, Ablation] = {
     "kernel": Ablation(
         "The Gaussian allocator with its kernel, and with a diagonal covariance",
-        "covariance, batches learned from",
+        "covariance, training batches",
         lambda warm, learn: [
             {"allocator": allocator, "warm": seen}
             for seen in sorted({min(FEW, warm), warm})
@@ -63,11 +63,11 @@ ABLATIONS: dict[str, Ablation] = {
         {"allocator": "diagonal"},
     ),
     "targets": Ablation(
-        "What is perturbed, and with which noise",
+        "Targets and noise",
         "targets and noise",
         lambda warm, learn: [
             {"targets": targets, "shaped": shaped, "warm": learn}
-            for targets in ("leaf", "block", "stage")  # the slowest first: no straggler in the end
+            for targets in ("leaf", "block", "stage")  # the slowest first, to balance the workers
             for shaped in (False, True)
         ],
         lambda s: f"{s.targets}, {_noise(s)}",
@@ -76,7 +76,7 @@ ABLATIONS: dict[str, Ablation] = {
         lambda s: (s.targets, f"{_noise(s)} noise"),
     ),
     "baselines": Ablation(
-        "What is subtracted from the losses",
+        "Baselines",
         "baseline",
         lambda warm, learn: [
             {"baseline": baseline, "sigma": sigma}
@@ -92,7 +92,7 @@ ABLATIONS: dict[str, Ablation] = {
 
 
 def over_thirds(result: Result) -> list[float]:
-    """Mean cosine over the thirds, repeat by repeat."""
+    """Mean cosine over the thirds, per repeat."""
     return [sum(v) / len(v) for v in zip(*result["cosine"].values(), strict=True)]
 
 
@@ -123,7 +123,7 @@ def ablation_sheet(ablation: Ablation, found: Measured) -> Sheet:
 def ablation_bars(
     ablation: Ablation, found: Measured
 ) -> dict[str, dict[str, dict[str, Interval]]] | None:
-    """What `flops.report.grid.plot_bars` draws, by stage; None where a table says it all."""
+    """Panels for `flops.report.grid.plot_bars`, by stage; None without a figure."""
     if ablation.figure is None:
         return None
     names = stage_names(s.steps for s, _ in found)
@@ -136,7 +136,7 @@ def ablation_bars(
 
 
 def ablation_records(found: Measured) -> list[Mapping[str, Any]]:
-    """Every measured cosine, one a line, for the CSV file."""
+    """Every measured cosine, one per line, for the CSV file."""
     return [
         {
             "steps": s.steps,

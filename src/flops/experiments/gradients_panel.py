@@ -1,9 +1,9 @@
 """One panel: the cosine of one matrix's estimated gradient, by allocator and query budget.
 
-The allocators are used as in training: those that learn have seen some earlier batches, with the
-budget they are measured at but no more than 20 queries, and none is told the exact gradient. All
-see the same batches and the same draws, so that differences between them are paired by repeat; the
-draws of a small budget are the first ones of a large budget.
+Allocators are used as in training: learned ones are trained on some earlier batches, with the
+budget of the measurement but at most 20 queries, and without the exact gradient. All see the same
+batches and the same draws, so that differences are paired by repeat; the draws of a small budget
+are the first draws of a large one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ ESTIMATORS: dict[str, Callable[[float], Estimator]] = {
     "spsa": SPSA,
     "es": ES,
 }
-WARM_QUERIES = 20  # more would teach the few parameters of an allocator nothing new
-WARM, MEASURE = 1, 2  # which batches
-MEASURED = 10**6  # the first step that is measured; its noise is none of the warm-up's
+WARM_QUERIES = 20  # more would not improve the few parameters of an allocator
+WARM, MEASURE = 1, 2  # streams of batches
+MEASURED = 10**6  # first measured step, for noise distinct from the warm-up's
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ class Panel(WarmStart):
 
     Attributes:
         estimator: A key of `ESTIMATORS`.
-        matrix: Which matrix of the layer; see `flops.experiments.weight_matrices`.
+        matrix: Matrix of the layer; see `flops.experiments.weight_matrices`.
         layer: Number of the layer, from 1 on.
         budgets: Mean queries per point.
         allocators: Keys of `ALLOCATORS`.
-        perturb: The matrix alone, or the third of the layers that it lies in, all of them leaves;
-            the cosine is that of the matrix in both cases.
-        repeats: Batches, each with noise of its own.
-        batch: Points of a batch.
-        warm: Batches that learned allocators have seen before.
+        perturb: Only the matrix, or all leaves of its third of the layers; the cosine is that of
+            the matrix in both cases.
+        repeats: Number of batches, each with its own noise.
+        batch: Batch size.
+        warm: Training batches of learned allocators.
         sigma: Noise scale.
     """
 
@@ -86,7 +86,7 @@ def named(table: dict[str, Any], name: str, what: str) -> Any:
     """An entry of a table.
 
     Raises:
-        FlopsError: If there is none; the message lists all.
+        FlopsError: If there is none of this name.
     """
     if name not in table:
         raise FlopsError(f"there is no {what} '{name}': give one of {', '.join(table)}")
@@ -94,11 +94,11 @@ def named(table: dict[str, Any], name: str, what: str) -> Any:
 
 
 def measure_panel(folder: Path, panel: Panel) -> Result:
-    """Cosines and noise by allocator, then by budget and repeat.
+    """Cosine and variance by allocator, then by budget and repeat.
 
     Args:
-        folder: Of the study, with the start models.
-        panel: What to measure.
+        folder: Folder of the study, with the start models.
+        panel: Settings.
 
     Returns:
         ``cosine`` and ``noise`` (trace of the estimate's covariance, from its own queries) by
@@ -120,7 +120,7 @@ def measure_panel(folder: Path, panel: Panel) -> Result:
         with _session(fg, data, panel, MEASURE, repeat) as session:
             exact = exact_gradients(fg.model, session.passes.batch)
             assert exact is not None
-            fresh = {key: copy.copy(a) for key, a in learned.items()}  # repeats teach nothing
+            fresh = {key: copy.copy(a) for key, a in learned.items()}  # repeats do not train them
             for (budget, name), spent in _spent(fg, session, fresh, MEASURED + repeat).items():
                 place = panel.budgets.index(budget)
                 own = {weight: spent.gradients[weight]}
@@ -134,7 +134,7 @@ def measure_panel(folder: Path, panel: Panel) -> Result:
 def _perturbed(
     model: nn.Module, panel: Panel, estimator: Estimator
 ) -> tuple[nn.Parameter, list[Group]]:
-    """The matrix, and what is perturbed; everything else is frozen."""
+    """The matrix, and the perturbed modules; everything else is frozen."""
     model.requires_grad_(False)
     module, layers = matrix_of(model, panel.layer, panel.matrix), parts(model).layers
     targets: list[nn.Module] = [module]
@@ -149,10 +149,10 @@ def _perturbed(
 
 
 def _warmed(fg: ForwardGradient, data: ImageData, panel: Panel) -> dict[tuple[int, str], Allocator]:
-    """Allocators by budget and name; those that learn have learned."""
+    """Allocators by budget and name, trained."""
     fresh = {name: named(ALLOCATORS, name, "allocator") for name in panel.allocators}
     made = {(budget, name): make() for budget in panel.budgets for name, make in fresh.items()}
-    # Beyond this many queries all budgets learn alike: they share one warm-up.
+    # Above this many queries, all budgets share one warm-up.
     alike = {key: (min(key[0], WARM_QUERIES), key[1]) for key in made}
     learners: dict[tuple[int, str], Allocator] = {
         alike[key]: a for key, a in made.items() if isinstance(a, Learner)
@@ -173,10 +173,10 @@ def _session(fg: ForwardGradient, data: ImageData, panel: Panel, use: int, numbe
 def _spent(
     fg: ForwardGradient, session: Session, chosen: dict[tuple[int, str], Allocator], step: int
 ) -> dict[tuple[int, str], Any]:
-    """Estimates of one batch by budget and allocator, which learn from them."""
+    """Estimates of one batch by budget and allocator, which are trained on them."""
     key = (fg.seed, step, 0)
     signal = dataclasses.replace(fg.signal(0, session), key=key)
-    # Rounding is part of what is measured; one warning for each cell would say nothing new.
+    # Rounding is part of the measurement: no warning for each cell.
     queries = session.queries("panel", key, {"warned_of_rounding": True})
     asked = [(budget, allocator) for (budget, _), allocator in chosen.items()]
     binding = session.layout.bindings[0]

@@ -1,4 +1,4 @@
-"""Tables of the panels: means, paired differences, and what they say about the paper's claims.
+"""Tables of the panels: means and paired differences, for the paper's claims.
 
 All panels of a study see the same batches in the same repeats, so a mean over panels is taken
 within each repeat, and intervals are over the repeats.
@@ -18,18 +18,20 @@ from flops.report.table import Sheet
 Found = Sequence[tuple[Panel, Result]]
 NAMES = {"lr": "LR", "spsa": "SPSA", "es": "ES", "diagonal": "Gaussian, diagonal"}
 PAIRS = (("gaussian", "equal"), ("neyman", "equal"), ("gaussian", "bernoulli"))
-NOTE = "Intervals are 95 % t-intervals over {} batches with noise of their own, for one start model"
+NOTE = (
+    "Intervals are 95 % t-intervals over {} batches, each with its own noise, for one start model"
+)
 SUFFICE = 20  # the paper's budget
 
 
 def shown(name: str) -> str:
-    """An estimator, matrix or allocator as it is written."""
+    """Display name of an estimator, matrix or allocator."""
     titles = {**TITLES, **NAMES}
     return titles.get(name, name if name == "equal" else name.capitalize())
 
 
 def stage_names(steps: Iterable[int]) -> dict[int, str]:
-    """Early, middle and late, with the steps of backpropagation behind them."""
+    """Early, middle and late, with their steps of backpropagation."""
     order = sorted(set(steps))
     if len(order) == 1:
         return {order[0]: f"after {order[0]} steps"}
@@ -38,13 +40,13 @@ def stage_names(steps: Iterable[int]) -> dict[int, str]:
 
 
 def over_panels(found: Found, allocator: str, place: int) -> list[float]:
-    """Mean cosine over the panels, repeat by repeat, at one of the budgets."""
+    """Mean cosine over the panels at one of the budgets, per repeat."""
     columns = [result["cosine"][allocator][place] for _, result in found]
     return [sum(values) / len(values) for values in zip(*columns, strict=True)]
 
 
 def select(found: Found, **wanted: Any) -> Found:
-    """The panels whose settings are these."""
+    """The panels with these settings."""
     return [
         (panel, result)
         for panel, result in found
@@ -53,12 +55,12 @@ def select(found: Found, **wanted: Any) -> Found:
 
 
 def different(found: Found, name: str) -> list[Any]:
-    """Values of a setting among the panels, in their order."""
+    """Distinct values of a setting among the panels, in order."""
     return list(dict.fromkeys(getattr(panel, name) for panel, _ in found))
 
 
 def _rows(found: Found, line: Callable[[Found], list[list[str]]]) -> list[list[str]]:
-    """Lines of every stage and estimator, these in front."""
+    """Rows of every stage and estimator, with these as first columns."""
     names, rows = stage_names(different(found, "steps")), []
     for steps in different(found, "steps"):
         for estimator in different(found, "estimator"):
@@ -108,7 +110,7 @@ def differences_sheet(found: Found) -> Sheet:
     """Paired differences of allocators, averaged over matrices and layers."""
     note = NOTE.format(found[0][0].repeats) + (
         ", the differences paired by repeat; mean over matrices and layers. Growth: the "
-        "difference at the largest budget less that at the smallest."
+        "difference at the largest budget minus that at the smallest."
     )
     header = [*_header(found, "difference"), *_growth(found)]
     title = "Paired differences between allocators, over all panels"
@@ -169,7 +171,7 @@ def contrasts_sheet(found: Found) -> Sheet | None:
 
 
 def variance_sheet(found: Found) -> Sheet:
-    """Where the variance is: noise of each panel, its share, and against the gradient."""
+    """Variance of each panel, its share, and relative to the squared gradient."""
     panel = found[0][0]
     allocator = "equal" if "equal" in panel.allocators else panel.allocators[0]
     place = _reference(panel.budgets)
@@ -188,18 +190,18 @@ def variance_sheet(found: Found) -> Sheet:
         return lines
 
     return Sheet(
-        "Which matrices and layers dominate the variance",
+        "Variance by matrix and layer",
         ["stage", "estimator", "panel", "variance", "share (%)", "over squared gradient", "cosine"],
         _rows(found, line),
         NOTE.format(panel.repeats)
         + f"; {shown(allocator)} allocation, {panel.budgets[place]} queries per point. Variance: "
-        "trace of the covariance of the estimated gradient, from the queries' own spread; shares "
-        "are of the sum over the panels of a stage and estimator.",
+        "trace of the covariance of the estimated gradient, estimated from its queries; shares are "
+        "of the sum over the panels of a stage and estimator.",
     )
 
 
 def enough_sheet(found: Found) -> Sheet:
-    """How much of the largest budget's cosine smaller ones reach."""
+    """Cosine of smaller budgets relative to the largest."""
     panel = found[0][0]
 
     def line(part: Found) -> list[list[str]]:
@@ -216,17 +218,17 @@ def enough_sheet(found: Found) -> Sheet:
 
 
 def panel_sheets(found: Found) -> tuple[list[Sheet], list[Sheet]]:
-    """Tables to show, and longer ones for the file alone."""
+    """Tables for the console, and longer ones for the file only."""
     several = len(found[0][0].budgets) > 1
     sheets = [means_sheet(found), differences_sheet(found), contrasts_sheet(found)]
-    # Of a third the noise is known as a whole, and says nothing about one of its matrices.
+    # The variance of a third is known as a whole, not for each matrix.
     alone = found[0][0].perturb == "matrix"
     sheets += [variance_sheet(found) if alone else None, enough_sheet(found) if several else None]
     return [s for s in sheets if s is not None and s.rows], [panel_differences_sheet(found)]
 
 
 def _reference(budgets: Sequence[int]) -> int:
-    """Place of the budget that is nearest to the paper's."""
+    """Index of the budget nearest to the paper's."""
     return min(range(len(budgets)), key=lambda p: abs(budgets[p] - SUFFICE))
 
 
@@ -235,7 +237,7 @@ def _scientific(value: Interval) -> str:
 
 
 def records(found: Found) -> list[Mapping[str, Any]]:
-    """Every measured cosine, one a line, for the CSV file."""
+    """Every measured cosine, one per line, for the CSV file."""
     return [
         {
             "steps": panel.steps,

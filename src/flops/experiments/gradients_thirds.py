@@ -1,8 +1,8 @@
-"""The ablations: cosines of the thirds of the network under another kernel, target or baseline.
+"""The ablations: cosines of the thirds of the network with other kernels, targets or baselines.
 
-An engine is used as in training: it learns from some earlier batches (the allocator its
-parameters, shaped noise its directions), then every repeat starts from what was learned, on
-another batch with other noise. Settings with the same seed see the same batches.
+An engine is used as in training: it is trained on some earlier batches (the allocator's parameters,
+the directions of shaped noise), then every repeat starts from this state, on another batch with
+other noise. Settings with the same seed see the same batches.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Thirds(WarmStart):
 
     Attributes:
         targets: What likelihood ratio perturbs.
-        shaped: Shaped noise, or isotropic.
-        baseline: What is subtracted from the losses.
+        shaped: Shaped or isotropic noise.
+        baseline: Baseline of the losses.
         allocator: A key of `ALLOCATORS`.
         queries: Mean queries per point and third.
-        repeats: Batches, each with noise of its own.
-        batch: Points of a batch.
-        warm: Batches that are learned from before.
+        repeats: Number of batches, each with its own noise.
+        batch: Batch size.
+        warm: Training batches before the measurement.
         sigma: Noise scale.
     """
 

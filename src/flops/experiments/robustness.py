@@ -1,8 +1,8 @@
-"""Robustness: the paper's table of natural and adversarial noise.
+"""Study of robustness: the paper's table of natural and adversarial noise.
 
-Every model, of a run directory or trained here, is measured on the whole test set: clean, under
-Gaussian, uniform and Poisson noise, and under FGSM, I-FGSM and MI-FGSM on itself. Each training
-and each trial is a cell (`flops.experiments.cells`): the study can be stopped and resumed.
+Every model, from a run directory or trained here, is evaluated on the whole test set: clean, under
+Gaussian, uniform and Poisson noise, and under white-box FGSM, I-FGSM and MI-FGSM. Each training and
+each trial is a cell (`flops.experiments.cells`): the study can be stopped and resumed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flops.experiments.robustness_tables import (
     accuracy_sheet,
     bounds_sheet,
     differences_sheets,
-    kept_sheet,
+    relative_sheet,
     write_csv,
 )
 from flops.experiments.robustness_trials import Strengths, measure
@@ -37,14 +37,14 @@ from flops.tasks.classification.config import FinetuneConfig
 
 @dataclass(frozen=True)
 class RobustnessStudy:
-    """How models are measured, and where the results go.
+    """Settings of the study.
 
     Attributes:
-        folder: Of the results.
-        strengths: Of the noise.
-        limit: Most test points; None for all.
+        folder: Folder of the results.
+        strengths: Strengths of the noise.
+        limit: Largest number of test points; None for all.
         workers: Processes.
-        console: Shows bars and tables.
+        console: Shows progress bars and tables.
     """
 
     folder: Path
@@ -55,13 +55,13 @@ class RobustnessStudy:
 
 
 def measure_all(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
-    """All trials of all models, from their files where these are there.
+    """All trials of all models; saved ones are loaded.
 
     Raises:
         FlopsError: If the runs do not fit together, or a trial failed.
     """
     check_alike(runs)
-    order = list(dict.fromkeys(run.method for run in runs))  # as they were given
+    order = list(dict.fromkeys(run.method for run in runs))  # in the given order
     ordered = sorted(runs, key=lambda run: (order.index(run.method), run.seed))
     cells = [
         Cell("trials", partial(measure, run=run), trial)
@@ -74,22 +74,22 @@ def measure_all(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
 
 
 def caption(found: Found, runs: Sequence[FinishedRun], strengths: Strengths) -> str:
-    """Strengths and preprocessing, and how the models were trained."""
+    """Strengths, preprocessing, and training of the models."""
     s, points = strengths, found.rows[0][1]["points"]
     note = (
-        f"{points} test images; {_seeds(found)}. Noise is on pixels in [0, 1], cut and "
+        f"{points} test images; {_seeds(found)}. Noise is added to pixels in [0, 1], cropped and "
         "resized for the model, before its normalisation; results are clipped to [0, 1] "
         f"and not rounded. Gaussian: standard deviation {s.gaussian:g}; uniform: "
         f"±{s.uniform:g}; Poisson: counts, {s.poisson:g} for white, so a variance of pixel/"
         f"{s.poisson:g}; the same draws for all models (the paper does not give its strengths). "
-        f"Attacks: each model's own exact gradient, at most {s.bound:g}/255 per pixel; I-FGSM and "
+        f"Attacks: each model's exact gradient, at most {s.bound:g}/255 per pixel; I-FGSM and "
         f"MI-FGSM {s.steps} steps of 1/{s.steps} of that, momentum 1."
     )
-    trained = {str(run.method): run.config for run in runs}  # alike but for their seeds
+    trained = {str(run.method): run.config for run in runs}  # equal except for their seeds
     said = "; ".join(_trained(trained[method]) for method in found.methods)
     note += f" Model {Path(runs[0].config.model).name}; {said}."
     if stuck := [f"{m} {found.unmoved(m):.2%}" for m in found.methods if found.unmoved(m)]:
-        note += " Attacks that changed nothing, since the gradient is 0 in float32, which is no "
+        note += " Attacks without effect because the gradient is 0 in float32, which is not "
         note += f"robustness: {', '.join(stuck)}."
     return note
 
@@ -116,7 +116,7 @@ def _trained(config: FinetuneConfig) -> str:
 
 
 def main(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
-    """Measure; tables go to the console and tables.md, results to JSON and CSV, a figure to PNG.
+    """Run the study; tables go to the console and tables.md, results to JSON, CSV and a plot.
 
     Raises:
         FlopsError: If the runs do not fit together, or a trial failed.
@@ -125,7 +125,7 @@ def main(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
     differences, by_bound = differences_sheets(found, strengths), bounds_sheet(found, strengths)
     sheets: list[Sheet] = [
         accuracy_sheet(found, strengths, caption(found, runs, strengths)),
-        kept_sheet(found, strengths),
+        relative_sheet(found, strengths),
         *differences,
         *([] if by_bound is None else [by_bound]),
     ]

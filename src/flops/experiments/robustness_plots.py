@@ -1,4 +1,4 @@
-"""The figure of the study of robustness: accuracy against the attack's bound."""
+"""Plot of the study of robustness: accuracy against the attack's bound."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flops.report.intervals import interval
 from flops.report.plots import matplotlib_figures
 from flops.storage.files import replacing
 
-# Told apart without colour: by marker and by line.
+# Distinguishable without colour: by marker and line.
 
 
 def plot_bounds(path: Path, found: Found, strengths: Strengths) -> None:
-    """Draw accuracy (above) and accuracy kept (below) against the bound, an attack a column.
+    """Plot accuracy (top) and relative accuracy (bottom) against the bound, one column per attack.
 
     Args:
-        path: Where the picture goes.
+        path: File to write.
         found: All results.
-        strengths: Which bounds there are; 0 is the accuracy on clean images.
+        strengths: Strengths with the bounds; 0 is the accuracy on clean images.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -30,13 +30,13 @@ def plot_bounds(path: Path, found: Found, strengths: Strengths) -> None:
     axes = figure.subplots(2, len(ATTACKS), sharex=True, sharey="row")
     bounds = strengths.all_bounds
     for column, kind in enumerate(ATTACKS):
-        for row, values in enumerate((found.accuracy, found.kept)):
+        for row, values in enumerate((found.accuracy, found.relative)):
             axis = axes[row][column]
             for method, (marker, line) in zip(found.methods, STYLES, strict=False):
                 seeds = [values(method, "clean", 0.0), *(values(method, kind, b) for b in bounds)]
                 points = [interval(list(one.values())) for one in seeds]
                 if any(math.isnan(point.mean) for point in points):
-                    continue  # nothing was right on clean images: there is nothing to keep
+                    continue  # zero accuracy on clean images
                 axis.errorbar(
                     [0.0, *bounds],
                     [point.mean for point in points],
@@ -49,12 +49,12 @@ def plot_bounds(path: Path, found: Found, strengths: Strengths) -> None:
                     label=method,
                 )
             axis.grid(alpha=0.3)
-            axis.set_ylim(-3, None if row else 103)  # by luck, noise may help: more is kept
+            axis.set_ylim(-3, None if row else 103)  # by chance, noise may help
         axes[0][column].set_title(TITLES[kind])
         axes[1][column].set_xlabel("bound, 1/255")
         axes[1][column].set_xticks([0.0, *bounds])
     axes[0][0].set_ylabel("test accuracy, %")
-    axes[1][0].set_ylabel("accuracy kept, % of clean")
+    axes[1][0].set_ylabel("relative accuracy, % of clean")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), handlelength=4)
     with replacing(path, durable=False) as scratch:

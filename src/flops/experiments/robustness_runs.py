@@ -21,9 +21,9 @@ from flops.tasks.models.vit import load_model
 from flops.training.methods import MethodName
 from flops.training.run_directory import is_run, read_settings
 
-LAST = "preprocessor_config.json"  # what a run writes last of its model: with it, all is there
+LAST = "preprocessor_config.json"  # the last file that a run writes of its model
 DATA = ("data", "data_config", "image_column", "label_column", "split_column", "splits", "strict")
-# What runs of one method may differ in: none of it changes what is trained.
+# Settings that may differ between runs of a method: they do not affect the trained model.
 APART: tuple[str, ...] = (
     "seed",
     "output",
@@ -39,13 +39,13 @@ APART += ("checkpoint_steps", "checkpoint_seconds")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run, and what tells its weights from others.
+    """A finished run, identified by a digest.
 
     Attributes:
         path: The run directory.
         config: Its settings.
-        classes: Names of the classes that the model was trained on.
-        digest: Of the weights, the preprocessing and the data's settings.
+        classes: Names of the classes of the model.
+        digest: Hash of the weights, the preprocessing and the data's settings.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class FinishedRun:
 
     @property
     def method(self) -> MethodName:
-        """How it was trained."""
+        """Its method."""
         return self.config.method
 
     @property
@@ -65,25 +65,25 @@ class FinishedRun:
 
 
 def read_run(path: Path) -> FinishedRun:
-    """A run directory with its model.
+    """Read a run directory with its model.
 
     Raises:
-        FlopsError: If it is none, or the run has not finished.
+        FlopsError: If it is not a run directory, or the run has not finished.
     """
     if not path.is_dir():
-        raise FlopsError(f"no folder {path}: give the folders of finished runs of `flops finetune`")
+        raise FlopsError(f"no folder {path}: pass the folders of finished runs of `flops finetune`")
     if not is_run(path):
         inside = [p.name for p in sorted(path.iterdir()) if is_run(p)]
         found = "there is no config.json" if any(path.iterdir()) else "it is empty"
-        hint = "give folders that `flops finetune` wrote"
+        hint = "pass folders that `flops finetune` wrote"
         if inside:
-            hint = f"it holds runs, such as {inside[0]}: give those, as {path}/*"
+            hint = f"it holds runs, such as {inside[0]}: pass those, as {path}/*"
         raise FlopsError(f"{path} holds no run ({found}); {hint}")
     config, model = read_settings(path, FinetuneConfig), path / "model"
     weights = sorted(model.glob("*.safetensors"))
     if not ((model / LAST).is_file() and (model / "config.json").is_file() and weights):
         raise FlopsError(
-            f"the run in {path} has not finished (its model/ is not there, or not whole); finish "
+            f"the run in {path} has not finished (its model/ is missing or incomplete); finish "
             f"it with: flops finetune --resume {path}"
         )
     try:
@@ -101,10 +101,10 @@ def read_run(path: Path) -> FinishedRun:
 def read_runs(
     paths: Sequence[Path], *, model: str | None = None, data: str | None = None
 ) -> list[FinishedRun]:
-    """Several run directories, which must be of this model and data, where these are given.
+    """Read run directories, which must be of this model and data, if given.
 
     Raises:
-        FlopsError: If one is none, has not finished, or is of another model or data.
+        FlopsError: If one is not a finished run, or is of another model or data.
     """
     runs = [read_run(path) for path in paths]
     for run in runs:
@@ -113,20 +113,20 @@ def read_runs(
             if given is not None and given != theirs:
                 raise FlopsError(
                     f"{run.path} was trained with --{name} {theirs}, not {given}; leave "
-                    f"--{name} out, or give other runs"
+                    f"--{name} out, or pass other runs"
                 )
     return runs
 
 
 def check_alike(runs: Sequence[FinishedRun]) -> None:
-    """Refuse runs that one table cannot compare.
+    """Raise for runs that cannot be in one table.
 
     Raises:
         FlopsError: If there are none; model, data or classes differ; a method has a seed twice;
             or runs of a method differ in more than their seeds.
     """
     if not runs:
-        raise FlopsError("there is no run to measure: give --runs FOLDER..., or --methods")
+        raise FlopsError("there is no run to measure: pass --runs FOLDER... or --methods")
     first = runs[0]
     for run in runs[1:]:
         for name in ("model", "head", "limit", *DATA):
@@ -134,7 +134,7 @@ def check_alike(runs: Sequence[FinishedRun]) -> None:
             if one != other:
                 raise FlopsError(
                     f"{run.path} has {name} {other!r} and {first.path} has {one!r}; runs of one "
-                    "table need the same model and data: give the others in a command of their own"
+                    "table need the same model and data: measure the others with a separate command"
                 )
         if run.classes != first.classes:
             raise FlopsError(
@@ -158,16 +158,16 @@ def check_alike(runs: Sequence[FinishedRun]) -> None:
                 raise FlopsError(
                     f"{lead.path} and {run.path} are both of {run.method}, with {name} "
                     f"{values[0]!r} and {values[1]!r}; runs of a method may differ in their seeds "
-                    "alone: leave out the others"
+                    "only: leave out the others"
                 )
 
 
 def open_run(run: FinishedRun, limit: int | None) -> tuple[nn.Module, ImageFormat, ImageData]:
-    """The trained model, and the data whose test split it is measured on.
+    """The trained model, and the data with its test split.
 
     Args:
-        run: Which one.
-        limit: Most test points; None for all, also for a run that was trained on fewer.
+        run: The run.
+        limit: Largest number of test points; None for all, even if trained on fewer.
 
     Raises:
         FlopsError: If model or data cannot be read, or the data have other classes now.
@@ -189,6 +189,6 @@ def _only_data(config: FinetuneConfig) -> FinetuneConfig:
     return FinetuneConfig(**{name: getattr(config, name) for name in DATA})
 
 
-@lru_cache(maxsize=1)  # the next cell wants the same: folders of images are slow to decode
+@lru_cache(maxsize=1)  # the next cell uses the same, and decoding folders of images is slow
 def _data(config: FinetuneConfig, format: ImageFormat) -> ImageData:
     return load_data(config, format)

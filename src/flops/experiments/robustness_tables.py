@@ -1,4 +1,4 @@
-"""Tables of the study of robustness, from its results alone."""
+"""Tables of the study of robustness."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TITLES: dict[Kind, str] = {
     "mi-fgsm": "MI-FGSM",
 }
 COLUMNS = tuple(TITLES[kind] for kind in KINDS)
-BASE = "bp"  # what differences are to
+BASE = "bp"  # reference of the differences
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Found:
 
     @property
     def methods(self) -> list[str]:
-        """In the order of the tables."""
+        """Methods in the order of the tables."""
         return list(dict.fromkeys(trial.method for trial, _ in self.rows))
 
     def accuracy(self, method: str, kind: Kind, strength: float) -> dict[int, float]:
@@ -52,8 +52,8 @@ class Found:
             if (trial.method, trial.kind, trial.strength) == (method, kind, strength)
         }
 
-    def kept(self, method: str, kind: Kind, strength: float) -> dict[int, float]:
-        """Accuracy under noise in percent of the same model's on clean images; NaN of 0 / 0."""
+    def relative(self, method: str, kind: Kind, strength: float) -> dict[int, float]:
+        """Accuracy under noise in percent of the same model's clean accuracy; NaN for 0 / 0."""
         clean = self.accuracy(method, "clean", 0.0)
         return {
             seed: 100 * value / clean[seed] if clean[seed] else math.nan
@@ -61,7 +61,7 @@ class Found:
         }
 
     def unmoved(self, method: str) -> float:
-        """Share of the images, over all attacks, that an attack left as they were."""
+        """Share of images, over all attacks, that an attack left unchanged."""
         rows = [r for t, r in self.rows if t.method == method and t.kind in ATTACKS]
         return float(sum(r["unmoved"] for r in rows) / max(1, sum(r["points"] for r in rows)))
 
@@ -76,29 +76,29 @@ def accuracy_sheet(found: Found, strengths: Strengths, note: str) -> Sheet:
     return Sheet(title, ("data", "method", *COLUMNS), rows, note)
 
 
-def kept_sheet(found: Found, strengths: Strengths) -> Sheet:
-    """The same as a share of each model's own accuracy on clean images."""
+def relative_sheet(found: Found, strengths: Strengths) -> Sheet:
+    """Accuracy relative to each model's clean accuracy."""
     rows = [
-        (m, *(_spread(found.kept(m, k, strengths.of(k)).values()) for k in KINDS[1:]))
+        (m, *(_spread(found.relative(m, k, strengths.of(k)).values()) for k in KINDS[1:]))
         for m in found.methods
     ]
     note = "Accuracy under noise / accuracy of the same model on clean images: methods differ in "
-    note += "the latter, and a model that knows less has less to lose."
-    return Sheet("Accuracy kept, %", ("method", *COLUMNS[1:]), rows, note)
+    note += "the latter, and a less accurate model has less to lose."
+    return Sheet("Relative accuracy, %", ("method", *COLUMNS[1:]), rows, note)
 
 
 def differences_sheets(found: Found, strengths: Strengths) -> list[Sheet]:
-    """Differences to backpropagation, paired by seed, of accuracy and of accuracy kept.
+    """Differences to backpropagation, paired by seed, of accuracy and of relative accuracy.
 
     Returns:
-        Nothing without runs of backpropagation, or with nothing else.
+        Empty without runs of backpropagation, or without other runs.
     """
     others = [method for method in found.methods if method != BASE]
     if not others or BASE not in found.methods:
         return []
     return [
         _differences(found.accuracy, others, KINDS, strengths, "accuracy"),
-        _differences(found.kept, others, KINDS[1:], strengths, "accuracy kept"),
+        _differences(found.relative, others, KINDS[1:], strengths, "relative accuracy"),
     ]
 
 
@@ -119,7 +119,7 @@ def _differences(
     note = "Mean over the seeds that both have and 95 % t interval, paired by seed; one pair has no"
     note += " interval."
     if name != "accuracy":
-        note += " Each model is measured by its own accuracy on clean images."
+        note += " Relative to each model's own accuracy on clean images."
     header = ("method", "pairs", *(TITLES[kind] for kind in kinds))
     return Sheet(f"Difference to {BASE}, points of {name}", header, rows, note)
 
@@ -136,26 +136,26 @@ def bounds_sheet(found: Found, strengths: Strengths) -> Sheet | None:
             cells = [_spread(found.accuracy(method, kind, bound).values()) for bound in bounds]
             rows.append((TITLES[kind], method, clean, *cells))
     header = ("attack", "method", "0", *(f"{bound:g}/255" for bound in bounds))
-    note = "Mean ± standard deviation over the seeds; drawn in bounds.png."
+    note = "Mean ± standard deviation over the seeds; plotted in bounds.png."
     return Sheet("Test accuracy by the attack's bound, %", header, rows, note)
 
 
 def write_csv(path: Path, found: Found) -> None:
-    """A line for every trial, one model under one kind of noise."""
+    """Write a line for every trial: one model under one kind of noise."""
     names = ("data", "method", "seed", "noise", "strength", "steps", "points", "correct")
     with replacing(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow([*names, "accuracy_percent", "kept_percent", "loss", "unmoved"])
         for trial, result in found.rows:
-            kept = found.kept(trial.method, trial.kind, trial.strength)[trial.seed]
+            relative = found.relative(trial.method, trial.kind, trial.strength)[trial.seed]
             start = (found.data, trial.method, trial.seed, trial.kind, trial.strength, trial.steps)
             counts = (result["points"], result["correct"], f"{100 * result['accuracy']:.4f}")
-            end = ("" if math.isnan(kept) else f"{kept:.4f}", f"{result['loss']:.6g}")
+            end = ("" if math.isnan(relative) else f"{relative:.4f}", f"{result['loss']:.6g}")
             lines.writerow([*start, *counts, *end, result["unmoved"]])
 
 
 def _spread(values: Iterable[float]) -> str:
-    """Mean ± standard deviation; the mean alone for one seed."""
+    """Mean ± standard deviation; only the mean for one seed."""
     given = list(values)
     if not given or any(math.isnan(v) for v in given):
         return "-"

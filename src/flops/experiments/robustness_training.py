@@ -1,4 +1,4 @@
-"""Models that the study of robustness trains itself: runs of `flops finetune` in its folder."""
+"""Training of models for the study of robustness: runs of `flops finetune` in its folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flops.training.loop import train
 from flops.training.methods import METHODS, MethodName
 from flops.training.run_directory import is_run
 
-# What the sweep of `flops compare` chose on the validation split, at equal epochs.
+# Chosen by the sweep of `flops compare` on the validation split, at equal epochs.
 RATES: dict[MethodName, float] = {"bp": 1e-3, "ops-lr": 1e-3, "ops-spsa": 3e-3, "shaped-lr": 1e-3}
 DEFAULT_METHODS: tuple[MethodName, ...] = ("bp", "ops-lr", "ops-spsa", "shaped-lr")
 SIGMAS: dict[MethodName, float] = {"ops-lr": 1e-2, "ops-spsa": 1e-3, "shaped-lr": 1e-3}
@@ -46,13 +46,13 @@ class ModelTraining:
     weights: str = ""  # digest of a model folder
 
     def place(self, folder: Path) -> Path:
-        """Its run directory below that of the study, by all its settings."""
+        """Its run directory inside the folder of the study, named by all its settings."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         mark = hashlib.sha256(text.encode()).hexdigest()[:8]
         return folder / "models" / f"{self.method}-seed{self.seed}-{mark}"
 
     def config(self, folder: Path) -> FinetuneConfig:
-        """The same for `flops finetune`."""
+        """Configuration of `flops finetune`."""
         return FinetuneConfig(
             model=self.model,
             data=self.data,
@@ -69,10 +69,10 @@ class ModelTraining:
 
 
 def chosen(given: Sequence[str], what: str, known: dict[MethodName, float]) -> dict[str, float]:
-    """Values by method: those that are known, changed by those that are given as METHOD=VALUE.
+    """Values by method: the known ones, overridden by those given as METHOD=VALUE.
 
     Raises:
-        FlopsError: If one is not written so.
+        FlopsError: If one is not of this form.
     """
     values = {str(name): value for name, value in known.items()}
     for one in given:
@@ -94,10 +94,10 @@ def setting(method: MethodName, what: str, values: Mapping[str, float]) -> float
     """The value of a method.
 
     Raises:
-        FlopsError: If none is known.
+        FlopsError: If there is none.
     """
     if method not in values:
-        raise FlopsError(f"no sweep chose for {method}: give --{what} {method}=VALUE")
+        raise FlopsError(f"no default for {method}: pass --{what} {method}=VALUE")
     return values[method]
 
 
@@ -114,25 +114,25 @@ def plan_trainings(
     batch: int,
     limit: int | None,
 ) -> list[ModelTraining]:
-    """What to train: every method with every seed.
+    """Models to train: every method with every seed.
 
     Args:
-        methods: Which ones; repeated names count once.
-        seeds: Models of each.
-        learning_rates: As METHOD=VALUE, instead of those that the sweep chose.
+        methods: Methods; duplicates are ignored.
+        seeds: Number of seeds per method.
+        learning_rates: As METHOD=VALUE, instead of the defaults from the sweep.
         sigmas: The same for noise scales.
-        epochs: Of each training.
+        epochs: Epochs of each training.
         model: As for `flops finetune`.
-        data: The same.
+        data: As for `flops finetune`.
         queries: Mean queries per point and group.
-        batch: Points of a batch.
-        limit: Most points of each split; None for all.
+        batch: Batch size.
+        limit: Largest number of points per split; None for all.
 
     Raises:
-        FlopsError: If there are no methods, or a value is missing or not allowed.
+        FlopsError: If there are no methods, or a value is missing or invalid.
     """
     if not methods:
-        raise FlopsError("give at least one of --methods, or --runs FOLDER...")
+        raise FlopsError("pass at least one of --methods, or --runs FOLDER...")
     rates, scales = (
         chosen(learning_rates, "learning-rates", RATES),
         chosen(sigmas, "sigmas", SIGMAS),
@@ -157,10 +157,10 @@ def plan_trainings(
 
 
 def train_model(settings: ModelTraining, folder: Path) -> Result:
-    """Train, or continue training, in the run directory; returns the last evaluation."""
+    """Train, or resume, in the run directory; return the last evaluation."""
     config = settings.config(folder)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "no plots were drawn")  # the study says it once
+        warnings.filterwarnings("ignore", "no plots were drawn")  # the study warns once
         found = train(config, resume=is_run(settings.place(folder)))
     last = found.evaluations[-1]
     return {"validation": last.accuracy, "seconds": found.seconds}
@@ -169,15 +169,15 @@ def train_model(settings: ModelTraining, folder: Path) -> Result:
 def train_models(
     trainings: Sequence[ModelTraining], folder: Path, workers: int, console: Console
 ) -> list[FinishedRun]:
-    """The models, trained where they are not there yet.
+    """The models, trained if missing.
 
     Raises:
         FlopsError: If training failed.
     """
     for training in trainings:
-        training.config(folder)  # refuses what is not allowed, before anything is run
+        training.config(folder)  # raises for invalid values before anything is run
     cells = [Cell("training", partial(train_model, folder=folder), t) for t in trainings]
-    for cell in cells:  # a model that was removed is trained again
+    for cell in cells:  # a deleted model is trained again
         if not (cell.settings.place(folder) / "model" / LAST).is_file():
             cell.forget(folder)
     run_cells(cells, folder, workers, console, "training")

@@ -1,4 +1,4 @@
-"""One trial of the study of robustness: a model, and all test images under one kind of noise."""
+"""One trial of the study of robustness: a model on all test images under one kind of noise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flops.tasks.data.pixels import ImageFormat
 Kind = Literal["clean", "gaussian", "uniform", "poisson", "fgsm", "i-fgsm", "mi-fgsm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ATTACKS: tuple[Kind, ...] = ("fgsm", "i-fgsm", "mi-fgsm")
-ROWS = 64  # images of a pass; a bound of memory, it changes no result but by rounding
+ROWS = 64  # images per pass; bounds memory, and affects results only by rounding
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Trial:
     """The settings of a cell.
 
     Attributes:
-        method: How the model was trained, for the name of the file.
+        method: Method of the model, for the name of the file.
         weights: Digest of the model and of its data's settings.
-        kind: What is done to the images.
+        kind: Kind of noise or attack.
         strength: Standard deviation, half width, count of white; bound in 1/255 for attacks.
         steps: Iterations of an attack.
-        noise_seed: Of natural noise.
-        limit: Most test points; None for all.
-        seed: Of the model.
+        noise_seed: Seed of natural noise.
+        limit: Largest number of test points; None for all.
+        seed: Seed of the model.
     """
 
     method: str
@@ -51,19 +51,19 @@ class Trial:
 
 @dataclass(frozen=True)
 class Strengths:
-    """How strong the noise of the tables is; what does not concern a kind is left out of its trial.
+    """Strengths of noise and attacks; a trial holds only those of its kind.
 
     Attributes:
         gaussian: Standard deviation, of pixels in [0, 1].
-        uniform: Half the width.
+        uniform: Half width.
         poisson: Mean count of a white pixel.
-        bound: Of the attacks in the table, in 1/255.
-        bounds: Of the attacks in the figure.
+        bound: Bound of the attacks in the table, in 1/255.
+        bounds: Bounds of the attacks in the figure.
         steps: Iterations of I-FGSM and MI-FGSM.
-        noise_seed: Of natural noise.
+        noise_seed: Seed of natural noise.
 
     Raises:
-        FlopsError: If a value is not allowed.
+        FlopsError: If a value is invalid.
     """
 
     gaussian: float = 0.1
@@ -75,7 +75,7 @@ class Strengths:
     noise_seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Validate."""
         for name in ("gaussian", "uniform", "poisson"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -94,7 +94,7 @@ class Strengths:
 
     @property
     def all_bounds(self) -> list[float]:
-        """Those of the figure and of the table, from small to large."""
+        """Bounds of the figure and of the table, in ascending order."""
         return sorted({self.bound, *self.bounds})
 
     def of(self, kind: Kind) -> float:
@@ -122,7 +122,7 @@ class Strengths:
 
 
 def of_pixels(model: nn.Module, format: ImageFormat) -> Classifier:
-    """The classifier as a function of pixels in [0, 1]: the normalisation is a part of it."""
+    """The classifier as a function of pixels in [0, 1], including the normalisation."""
 
     def classify(pixels: Tensor) -> Tensor:
         mean, std = (pixels.new_tensor(v)[:, None, None] for v in (format.mean, format.std))
@@ -156,17 +156,17 @@ def measure(trial: Trial, run: FinishedRun) -> Result:
     """Accuracy and mean loss of a run's model on the test split.
 
     Returns:
-        points, correct, accuracy, loss; and unmoved, the number of images that the noise left as
-        they were. An attack does that where the gradient is 0 in float32, which is no robustness.
+        points, correct, accuracy, loss; and unmoved, the number of unchanged images. An attack
+        leaves an image unchanged if the gradient is 0 in float32, which is not robustness.
 
     Raises:
-        FlopsError: If model or data cannot be read, or there is no test point.
+        FlopsError: If model or data cannot be read, or the test split is empty.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, format, data = open_run(run, trial.limit)
     classify, split = of_pixels(model.to(device), format), data.test
     if not len(split):
-        raise FlopsError(f"'{run.config.data}' has no test points to measure on")
+        raise FlopsError(f"'{run.config.data}' has no test points")
     correct, unmoved, loss = 0, 0, 0.0
     for rows in torch.arange(len(split)).split(ROWS):
         images, labels = split.batch(rows)

@@ -1,9 +1,9 @@
-"""Shaped noise: how close its gradients are, what they train to, and where it fails.
+"""Study of shaped noise: cosines, accuracy, other problems and ablations.
 
 - `main`: fine-tuning the bundled ViT with shaped noise, cosine of each third of the network.
 - `problems`: shaped against isotropic noise on five other problems.
 - `accuracy`: test accuracy against backpropagation after the same number of epochs.
-- `grid`: cosine by target, queries and noise, and what each ingredient contributes.
+- `grid`: cosine by target, queries and noise, and ablations.
 
 Every run is a cell (`flops.experiments.cells`): the study can be stopped and resumed.
 """
@@ -43,7 +43,7 @@ Key = TypeVar("Key")
 
 RATES = (3e-4, 1e-3, 3e-3)
 SWEEP_SEED = 100  # never among the reported seeds
-MAIN = ((20, 5, 50), (8, 8, 100))  # queries, epochs, first step that counts
+MAIN = ((20, 5, 50), (8, 8, 100))  # queries, epochs, first step of the mean
 QUERIES = (4, 8, 20, 60)
 GRID_STEPS = 57  # three epochs of batches of 64
 INGREDIENTS: dict[str, dict[str, Any]] = {
@@ -63,15 +63,15 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ShapedStudy:
-    """What is run, and where it goes.
+    """Settings of the study.
 
     Attributes:
-        folder: Of the results.
-        seeds: Reported seeds of `main`, `problems` and `accuracy`.
-        grid_seeds: Seeds of `grid`.
+        folder: Folder of the results.
+        seeds: Number of seeds of `main`, `problems` and `accuracy`.
+        grid_seeds: Number of seeds of `grid`.
         workers: Processes.
-        console: Shows bars and tables.
-        most: Most training steps of a run; None for all. For a quick look.
+        console: Shows progress bars and tables.
+        most: Largest number of training steps per run, for quick runs; None for all.
     """
 
     folder: Path
@@ -84,7 +84,7 @@ class ShapedStudy:
     def run(
         self, part: str, measure: Callable[[Any], Result], rows: Mapping[Key, Any]
     ) -> dict[Key, list[Result]]:
-        """Results of each row's settings, seed by seed; from their files where these are there."""
+        """Results of each row's settings, per seed; saved ones are loaded."""
         cells = {key: [Cell(part, measure, s) for s in chosen] for key, chosen in rows.items()}
         every = [cell for row in cells.values() for cell in row]
         found = iter(run_cells(every, self.folder, self.workers, self.console, part))
@@ -194,8 +194,8 @@ def main(parts: Sequence[Part], study: ShapedStudy) -> None:
         FlopsError: If there is nothing to run, or cells failed.
     """
     if not parts or min(study.seeds, study.grid_seeds) < 1 or study.workers < 0:
-        raise FlopsError("parts, at least one seed and workers >= 0 are needed")
-    with writing(study.folder, "give another --output"):
+        raise FlopsError("need at least one part, at least one seed and workers >= 0")
+    with writing(study.folder, "choose another --output"):
         study.folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         sheets = _RUN[part](study)

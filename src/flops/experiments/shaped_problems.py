@@ -1,16 +1,16 @@
-"""Five other problems for shaped noise, some of them made to hurt it.
+"""Five other problems for shaped noise, some of them adversarial.
 
-- `mlp`: digits by a perceptron of two hidden layers.
-- `cnn`: digits by three convolutions.
-- `random labels`: as many classes as the hidden layers have channels, labels by chance: the
-  gradient fills the site, there is nothing to find.
-- `abrupt change`: halfway all labels become others that did not occur before, so the gradient
-  leaves the directions it lived in.
+- `mlp`: digits with a perceptron of two hidden layers.
+- `cnn`: digits with three convolutions.
+- `random labels`: random labels with as many classes as the hidden layers have channels: the
+  gradient has full rank at the site.
+- `abrupt change`: halfway all labels change to classes that did not occur before, so the gradient
+  leaves the learned subspace.
 - `sequences`: a small transformer encoder; lengths vary within a batch (padding is masked) and
   from batch to batch.
 
 Both arms, shaped and isotropic, estimate the gradient of the same batch at the same parameters;
-updates follow the exact gradient, so that neither arm's errors change what the other sees.
+updates follow the exact gradient, so that errors of one arm do not affect the other.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Comparison:
     """Settings of one run.
 
     Attributes:
-        problem: Its name in `PROBLEMS`.
+        problem: A key of `PROBLEMS`.
         queries: Mean queries per point and group.
         steps: Training steps.
-        learning_rate: Of Adam.
-        seed: Of model, data and noise.
+        learning_rate: Learning rate of Adam.
+        seed: Seed of model, data and noise.
     """
 
     problem: str
@@ -60,7 +60,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model in stages, each a group of its own, and batches (inputs, targets, index) by step."""
+    """A model in stages, each its own group, and batches (inputs, targets, index) by step."""
 
     model: nn.Module
     stages: Sequence[Sequence[nn.Module]]
@@ -68,9 +68,9 @@ class Problem:
 
 
 def compare(settings: Comparison) -> dict[str, Any]:
-    """Cosines of both arms, step by step, averaged over the groups."""
+    """Cosines of both arms per step, averaged over the groups."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)  # torch's own initialisation draws from it
+        torch.manual_seed(settings.seed)  # for torch's initialisation
         task = PROBLEMS[settings.problem](settings)
     task.model.eval()
     engines = {"shaped": _engine(task, settings, True), "isotropic": _engine(task, settings, False)}
@@ -91,7 +91,9 @@ def compare(settings: Comparison) -> dict[str, Any]:
         for name, fg in engines.items():
             optimizer.zero_grad()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PrecisionWarning)  # small losses round
+                warnings.simplefilter(
+                    "ignore", PrecisionWarning
+                )  # small losses are subject to rounding
                 fg.estimate(inputs, targets, index=index)
             found = [[p.grad for p in group] for group in groups]
             cosines[name].append([_cosine(a, b) for a, b in zip(found, exact, strict=True)])
@@ -175,7 +177,7 @@ def _abrupt(settings: Comparison) -> Problem:
 
 
 class Reader(nn.Module):
-    """Word and position embeddings (frozen), two encoder layers, the mean over real words."""
+    """Word and position embeddings (frozen), two encoder layers, mean over unmasked words."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ class Reader(nn.Module):
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits, from words (B, T) and where they are real (B, T)."""
+        """Logits from words (B, T) and their mask (B, T)."""
         x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=attention_mask == 0)
@@ -199,7 +201,7 @@ class Reader(nn.Module):
 
 
 def _sequences(settings: Comparison) -> Problem:
-    """Which of the first four words is the most frequent one?"""
+    """Predict which of the first four words of the vocabulary is the most frequent."""
     source = torch.Generator().manual_seed(settings.seed)
     model = Reader()
 
@@ -208,7 +210,7 @@ def _sequences(settings: Comparison) -> Problem:
         lengths = torch.randint(4, longest + 1, (BATCH, 1), generator=source)
         lengths[0] = longest
         words = torch.randint(WORDS, (BATCH, longest), generator=source)
-        # A word of every second place or so is one of the four, with odds that differ by point.
+        # About every second word is one of the four, with point-dependent probabilities.
         odds = torch.rand(BATCH, CLASSES, generator=source) ** 3
         marked = torch.multinomial(odds, longest, replacement=True, generator=source)
         words = torch.where(torch.rand(words.shape, generator=source) < 0.5, marked, words)

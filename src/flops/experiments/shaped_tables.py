@@ -1,4 +1,4 @@
-"""Tables of the study of shaped noise, from the results of its cells alone."""
+"""Tables of the study of shaped noise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _by_third(results: Sequence[Result], start: int) -> list[Interval]:
 
 
 def main_sheet(found: Mapping[tuple[int, int], Sequence[Result]]) -> Sheet:
-    """Cosines of each third while the ViT is fine-tuned, by queries and first step that counts."""
+    """Cosines of each third while the ViT is fine-tuned, by queries and first step of the mean."""
     lines = []
     for (queries, start), results in found.items():
         seeds = [mean_cosines(result, start) for result in results]
@@ -28,10 +28,10 @@ def main_sheet(found: Mapping[tuple[int, int], Sequence[Result]]) -> Sheet:
         lines.append([name, *(i.shown() for i in _by_third(results, start)), least])
     return Sheet(
         "Cosine to the exact gradient while fine-tuning",
-        ["", *THIRDS, "least of the seeds"],
+        ["", *THIRDS, "minimum over seeds"],
         lines,
-        "Mean over the later steps and the seeds, with the 95 % interval over seeds; updates "
-        "follow the estimate.",
+        "Mean over the later steps and the seeds, with 95 % intervals over seeds; updates follow "
+        "the estimate.",
     )
 
 
@@ -50,7 +50,7 @@ def problems_sheet(found: Mapping[str, Sequence[Result]], start: int) -> Sheet:
             ]
         )
     return Sheet(
-        "Shaped against isotropic noise on other problems",
+        "Shaped and isotropic noise on other problems",
         ["problem", "shaped", "isotropic", "difference"],
         lines,
         f"Mean cosine over groups and over the steps from {start} on, 95 % intervals over seeds, "
@@ -59,7 +59,7 @@ def problems_sheet(found: Mapping[str, Sequence[Result]], start: int) -> Sheet:
 
 
 def best_rates(sweep: Mapping[tuple[str, float], Sequence[Result]]) -> dict[str, float]:
-    """By method, the rate of the best mean validation accuracy; of equals, of the least loss."""
+    """By method, the rate with the best mean validation accuracy; the loss breaks ties."""
 
     def quality(key: tuple[str, float]) -> tuple[float, float]:
         right = statistics.fmean(r["validation"] for r in sweep[key])
@@ -110,13 +110,13 @@ def accuracy_sheet(found: Mapping[str, Sequence[Result]], rates: Mapping[str, fl
 
 
 def ingredients_sheet(found: Mapping[tuple[str, int], Sequence[Result]], start: int) -> Sheet:
-    """What each ingredient contributes, at stage targets."""
+    """Ablation of the ingredients, with stage targets."""
     lines = [
         [name, str(queries), *(i.shown() for i in _by_third(results, start))]
         for (name, queries), results in found.items()
     ]
     note = f"Mean cosine over the steps from {start} on; updates follow the exact gradient."
-    return Sheet("What each ingredient contributes", ["", "queries", *THIRDS], lines, note)
+    return Sheet("Ablation of the ingredients", ["", "queries", *THIRDS], lines, note)
 
 
 def grid_sheet(found: Mapping[tuple[str, str, int], Sequence[Result]], start: int) -> Sheet:

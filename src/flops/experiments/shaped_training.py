@@ -1,8 +1,8 @@
-"""One fine-tuning of the bundled ViT on the digits, with its cosines to the exact gradient.
+"""One fine-tuning run of the bundled ViT on the digits, with cosines to the exact gradient.
 
-Three stages of two layers each, the embeddings frozen, the head (layer norm and classifier) a
-stage of its own with isotropic noise, Adam. The exact gradient of a batch is what
-backpropagation gives at the same parameters; the cosine is taken over all parameters of a third.
+Three stages of two layers each, frozen embeddings, the head (layer norm and classifier) as another
+stage with isotropic noise, Adam. The exact gradient of a batch is backpropagated at the same
+parameters; the cosine is over all parameters of a third.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class TrainingRun:
         targets: What likelihood ratio perturbs.
         queries: Mean queries per point and stage.
         epochs: Epochs.
-        batch: Points of a batch.
-        learning_rate: Of Adam.
-        allocator: Of all groups.
-        explore: Share of isotropic queries; None follows the data.
+        batch: Batch size.
+        learning_rate: Learning rate of Adam.
+        allocator: Allocator of all groups.
+        explore: Share of isotropic queries; None to adapt it.
         unbiased: The unbiased option of shaped noise.
-        follow: Whether updates take the estimate, or the exact gradient, so that runs of different
-            settings see the same parameters and batches.
+        follow: Whether updates follow the estimate, or the exact gradient, so that runs with
+            different settings see the same parameters and batches.
         every: Steps between two cosines; 0 for none.
-        test: Whether the test split is looked at, once, after the last step.
-        most: Most steps; None for all of the epochs.
-        seed: Of the fresh head, the order of the batches and the noise.
+        test: Whether to evaluate on the test split, once, after the last step.
+        most: Largest number of steps; None for all of the epochs.
+        seed: Seed of the new head, the order of the batches and the noise.
     """
 
     method: str = "shaped"
@@ -73,7 +73,7 @@ class TrainingRun:
 
 
 def train(settings: TrainingRun) -> dict[str, Any]:
-    """Run it; returns steps, cosines and explained variances at them, losses, accuracies, cost."""
+    """Train; return cosines and explained variances by step, losses, accuracies and cost."""
     splits, model = digits(), bundled_vit(seed=settings.seed)
     model.vit.embeddings.requires_grad_(False)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -114,7 +114,7 @@ def train(settings: TrainingRun) -> dict[str, Any]:
     return {
         "steps": steps,
         "cosines": cosines,
-        "captured": explained,  # the name that earlier results have
+        "captured": explained,  # name in saved results of earlier versions
         "losses": losses,
         "validation": accuracy(model, splits.validation),
         "validation loss": _mean_loss(model, splits.validation),

@@ -1,4 +1,4 @@
-"""Theorems 1 and 2, checked on a model whose traces are known in closed form.
+"""Theorems 1 and 2, checked on a model with traces in closed form.
 
 The model is one linear layer, the loss l_j = |W x_j + b - y_j|^2 / 2, the estimator likelihood
 ratio with the clean baseline. With residual r, d outputs and unit noise z, one draw is
@@ -35,7 +35,7 @@ POINTS, INPUTS, OUTPUTS, QUERIES, SIGMA = 8, 5, 4, 6, 0.05
 
 @dataclass(frozen=True)
 class Theorem1Row:
-    """One allocation: J, the bound by the formula, and as measured with its standard error."""
+    """One allocation: J, the bound by the formula, and the measured bound with standard error."""
 
     allocation: str
     objective: float
@@ -56,7 +56,7 @@ class Theorem2:
 
 
 class ClosedFormProblem:
-    """The model, its data and its known traces."""
+    """The model, its data and its traces."""
 
     def __init__(self, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -65,7 +65,7 @@ class ClosedFormProblem:
             for p in self.model.parameters():
                 p.copy_(torch.randn(p.shape, generator=source, dtype=p.dtype))
         self.x = torch.randn(POINTS, INPUTS, generator=source, dtype=torch.float64)
-        # Residuals of very different size: else there is nothing to allocate.
+        # Residuals of very different size: otherwise equal counts are optimal.
         scale = torch.logspace(-1.5, 1, POINTS, dtype=torch.float64).unsqueeze(1)
         noise = torch.randn(POINTS, OUTPUTS, generator=source, dtype=torch.float64)
         self.y = self.model(self.x).detach() - scale * noise
@@ -91,7 +91,7 @@ class ClosedFormProblem:
         return torch.einsum("bo,bi->boi", self.residual, self.inputs).flatten(1)
 
     def smoothness(self) -> float:
-        """The largest L of any point's loss."""
+        """Largest smoothness constant L over the points."""
         return float(self.inputs.square().sum(1).max())
 
     def estimates(self, counts: Tensor, repeats: int, seed: int) -> Tensor:
@@ -163,8 +163,8 @@ def _learned(signal: Signal, traces: Tensor) -> Gaussian:
 
 
 def tables(rows: list[Theorem1Row], identity: Theorem2) -> list[Table]:
-    """Two small tables."""
-    first = Table(title="Theorem 1: less J, higher lower bound of the improvement")
+    """Tables of both theorems."""
+    first = Table(title="Theorem 1: lower J, higher lower bound of the improvement")
     for name in ("allocation", "J", "bound by formula", "bound measured"):
         first.add_column(name, justify="left" if name == "allocation" else "right")
     for row in sorted(rows, key=lambda r: r.objective):
@@ -174,7 +174,7 @@ def tables(rows: list[Theorem1Row], identity: Theorem2) -> list[Table]:
             f"{row.bound:.4f}",
             f"{row.measured:.4f} ± {row.error:.4f}",
         )
-    second = Table(title="Theorem 2: what the optimal allocation saves")
+    second = Table(title="Theorem 2: gain of the optimal allocation")
     second.add_column("quantity")
     second.add_column("value", justify="right")
     values: dict[str, Any] = {

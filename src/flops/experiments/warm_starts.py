@@ -1,7 +1,7 @@
-"""Where measurements start: a model, some steps of backpropagation into its training.
+"""Start models of measurements: after some steps of backpropagation.
 
-A trained start is kept in the study's folder, so that the cells of a study, and a study that is
-resumed, begin with the same weights and make them once.
+A start model is saved in the study's folder, so that all cells, and a resumed study, use the same
+weights, trained once.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from flops.tasks.models.vit import Head, image_format, load_model
 from flops.tasks.models.weights import warn_of_other_classes
 from flops.training.device import find_device
 
-BATCH = 64  # of the steps of backpropagation
-SAMPLES = 0x5A  # sets the batches of measurements apart from other uses of the seed
+BATCH = 64  # batch size of backpropagation
+SAMPLES = 0x5A  # stream of measured batches, distinct from other uses of the seed
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A model, its data, and how far it has been trained.
+    """A model, its data, and the steps of training.
 
     Attributes:
         model: As for `flops.tasks.models.vit.load_model`.
         head: "fresh", or "kept" for the model's own.
         data: As for `flops.tasks.data.images.load`.
-        limit: Most points of each split; None for all.
+        limit: Largest number of points per split; None for all.
         steps: Steps of backpropagation on the training split.
-        learning_rate: Of Adam in these.
+        learning_rate: Learning rate of Adam in these steps.
         device: cpu, cuda, or auto.
-        seed: Of the fresh head, all batches and all noise.
+        seed: Seed of the new head, all batches and all noise.
         weights: Digest of a model folder, whose contents may change.
     """
 
@@ -64,11 +64,11 @@ class WarmStart:
 
     @property
     def start(self) -> WarmStart:
-        """These fields alone, of settings that have more."""
+        """The fields of this class, from a subclass with more."""
         return WarmStart(**{f.name: getattr(self, f.name) for f in dataclasses.fields(WarmStart)})
 
     def path(self, folder: Path) -> Path:
-        """Where the weights are kept; named after all that decides them."""
+        """File of the weights, named by everything that determines them."""
         kept = dataclasses.asdict(self.start)
         name = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
         return folder / "models" / f"{self.steps}-steps-{name}.safetensors"
@@ -83,7 +83,7 @@ def finetuned(
     batch: int = BATCH,
     seed: int = 0,
 ) -> Model:
-    """The model after some steps of backpropagation with Adam, from a private generator."""
+    """The model after some steps of backpropagation with Adam; uses a private generator."""
     optimizer = torch.optim.Adam(model.parameters(), learning_rate)
     device = next(model.parameters()).device
     source = torch.Generator().manual_seed(seed)
@@ -96,12 +96,12 @@ def finetuned(
     return model
 
 
-@lru_cache(maxsize=2)  # a process measures many cells of the same start
+@lru_cache(maxsize=2)  # a process measures many cells with the same start
 def load_warm_start(folder: Path, start: WarmStart) -> tuple[nn.Module, ImageData]:
-    """The trained model, in evaluation mode, and its data; made if it is not there.
+    """The trained model, in evaluation mode, and its data; trained if not saved yet.
 
     Raises:
-        FlopsError: If model or data do not load.
+        FlopsError: If model or data cannot be loaded.
     """
     data = _data(start.model, start.data, start.limit)
     path = start.path(folder)
@@ -119,28 +119,28 @@ def load_warm_start(folder: Path, start: WarmStart) -> tuple[nn.Module, ImageDat
             model.load_state_dict(load_file(path))
             return model, data
         except (*UNWRITABLE, RuntimeError) as error:  # RuntimeError: other names or shapes
-            warnings.warn(f"{path} is damaged and made again: {reason(error)}", stacklevel=2)
+            warnings.warn(f"{path} is damaged and trained again: {reason(error)}", stacklevel=2)
             model, _ = load_model(start.model, len(data.classes), seed=start.seed, head=start.head)
             model.to(find_device(start.device)).eval()
     finetuned(model, data.train, start.steps, learning_rate=start.learning_rate, seed=start.seed)
-    if not start.steps:  # as quickly loaded from where it is, and a copy may be large
+    if not start.steps:  # loading the original is as fast, and a copy may be large
         return model, data
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as scratch:  # another process may be at it
+        with replacing(path) as scratch:  # another process may write it too
             save_file(weights, scratch)
     except UNWRITABLE as error:
         warnings.warn(
-            f"cannot write {path}: {reason(error)}; the study goes on, and every process makes "
-            "this model again",
+            f"cannot write {path}: {reason(error)}; the study continues, and every process "
+            "trains this model again",
             stacklevel=2,
         )
     return model, data
 
 
 def batch_of(data: ImageData, size: int, *key: int) -> Tensor:
-    """Rows of a random batch of the training split, a function of the key alone."""
+    """Rows of a random batch of the training split, a function of the key."""
     source = generator(SAMPLES, *key)
     return torch.randperm(len(data.train), generator=source)[:size]
 

@@ -1,4 +1,4 @@
-"""The matrices and layers of a vision transformer by the names that the paper gives them."""
+"""The matrices and layers of a vision transformer, by the paper's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from flops.errors import FlopsError
 from flops.tasks.models.vit import parts
 
-# Where transformers keeps them inside a layer, in its versions and families of models.
+# Paths inside a layer, for different versions and model families of transformers.
 PLACES: dict[str, tuple[str, ...]] = {
     "query": ("attention.q_proj", "attention.attention.query"),
     "key": ("attention.k_proj", "attention.attention.key"),
@@ -47,7 +47,7 @@ def matrix_of(model: nn.Module, layer: int, name: str) -> nn.Linear:
     """The linear module of a name in a layer (from 1 on): a key of `PLACES`, or its own name.
 
     Raises:
-        FlopsError: If the layer has none; the message lists those that it has.
+        FlopsError: If the layer has no such matrix.
     """
     modules = dict(parts(model).layers[layer - 1].named_modules())
     for place in (*PLACES.get(name, ()), name):
@@ -57,18 +57,18 @@ def matrix_of(model: nn.Module, layer: int, name: str) -> nn.Linear:
     known = [n for n, places in PLACES.items() if any(place in modules for place in places)]
     own = [n for n, module in modules.items() if isinstance(module, nn.Linear)]
     raise FlopsError(
-        f"there is no matrix '{name}' in layer {layer}: give one of {', '.join(known)}, or the "
+        f"there is no matrix '{name}' in layer {layer}: use one of {', '.join(known)}, or the "
         f"name of a linear module in it: {', '.join(own)}"
     )
 
 
 def third_of(layer: int, count: int) -> range:
-    """Numbers of the layers of the third that a layer lies in."""
+    """Numbers of the layers in the same third as a layer."""
     return next(third for third in thirds(count) if layer in third)
 
 
 def thirds(count: int) -> list[range]:
-    """Numbers of the layers of each third, from 1 on; without those that are empty."""
+    """Numbers of the layers of each non-empty third, from 1 on."""
     cuts = [count * i // 3 for i in range(4)]
     found = [range(a + 1, b + 1) for a, b in pairwise(cuts)]
     return [third for third in found if len(third)]
