@@ -142,7 +142,7 @@ def test_the_budget_is_respected(server, tmp_path) -> None:
     assert found["loss"] == found["loss"]
     before = charged(server.ledger)
     said = refused(tmp_path / "poor", "--url", server.url, "--budget", "100")
-    assert "100 queries does not pay" in said
+    assert "100 queries does not cover" in said
     assert charged(server.ledger) == before
 
 
@@ -200,7 +200,7 @@ def test_ctrl_c_stops_it_and_says_how_to_go_on(server, tmp_path) -> None:
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
-    assert "nothing that was paid for is lost. Continue with: flops tune --methods lr" in said
+    assert "no evaluation is lost. Continue with: flops tune --methods lr" in said
     assert "Traceback" not in said
     assert paid(tmp_path) == charged(server.ledger) - before
 

@@ -20,11 +20,11 @@ DEFAULTS = FinetuneConfig()
 
 @dataclass(frozen=True)
 class Compare:
-    """Compare methods: accuracy at equal cost, and at equal epochs with the cost beside it.
+    """Compare methods: accuracy at equal cost, and accuracy and cost at equal epochs.
 
     Every method's learning rate and sigma are chosen by the same small sweep on the validation
-    split; give one of each to leave the sweep out. Each run is kept as soon as it is done, and the
-    same command continues where it was stopped. Writes tables.md, results.json and accuracy.png.
+    split; pass one of each to skip the sweep. Each run is saved when it completes, and the same
+    command resumes the comparison. Writes tables.md, results.json and accuracy.png.
 
     For example:
 
@@ -34,43 +34,43 @@ class Compare:
     """
 
     methods: tuple[MethodName, ...] = METHODS
-    """Which ones, in the order of the tables."""
+    """Methods, in the order of the tables."""
     seeds: int = 5
-    """Runs of each method that are reported."""
+    """Number of reported seeds per method."""
     epochs: int = 8
     """Epochs of table (b)."""
     budget: float | None = None
-    """Forward equivalents of table (a); None is what the most expensive forward method takes for
-    the epochs."""
+    """Forward equivalents of table (a); None for the cost of the epochs with the most expensive
+    forward method."""
     learning_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
-    """To choose from."""
+    """Learning rates of the sweep."""
     sigmas: tuple[float, ...] = (1e-2, 1e-3)
-    """To choose from."""
+    """Noise scales of the sweep."""
     sweep_epochs: int = 2
     """Length of a run of the sweep, in epochs of the most expensive method."""
     model: str = DEFAULTS.model
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
     head: Head = DEFAULTS.head
-    """A fresh classification head, or the model's own kept, if it knows the classes of the data."""
+    """A new classification head, or the model's own if it was trained on the same classes."""
     data: str = DEFAULTS.data
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
     queries: float = DEFAULTS.queries
     """Mean queries per point and group."""
     batch: int = DEFAULTS.batch
-    """Points of a batch."""
+    """Batch size."""
     targets: Targets | None = None
-    """What all methods of likelihood ratio perturb; None is each one's own choice."""
+    """What likelihood ratio methods perturb; None for the default of each."""
     limit: int | None = None
-    """Most points of each split, for a quick look."""
+    """Largest number of points per split, for quick runs."""
     workers: int = 2
-    """Processes, of one thread each; 0 runs in this one."""
+    """Processes, with one thread each; 0 runs in this process."""
     output: Path = Path("runs/compare")
     """Folder of results, tables and plot."""
 
     def run(self) -> None:
         """Measure, print and write."""
         if not (self.learning_rates and self.sigmas):
-            raise FlopsError("give at least one of --learning-rates and of --sigmas")
+            raise FlopsError("pass at least one of --learning-rates and of --sigmas")
         if min(self.seeds, self.epochs, self.sweep_epochs) < 1 or self.workers < 0:
             raise FlopsError("seeds, epochs, sweep-epochs must be at least 1, workers at least 0")
         base = FinetuneConfig(

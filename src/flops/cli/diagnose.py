@@ -1,4 +1,4 @@
-"""`flops diagnose`: how good gradient estimates are, on the bundled model."""
+"""`flops diagnose`: quality of gradient estimates on the bundled model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from flops.experiments.bundled_diagnosis import diagnose_bundled
 
 @dataclass(frozen=True)
 class Diagnose:
-    """How good are the gradient estimates, group by group? On the bundled ViT and the digits.
+    """Diagnose gradient estimates by group, on the bundled ViT and the digits.
 
-    Prints, for every group and allocator, the cosine to the exact gradient (mean and spread over
-    repeats), J against the optimal allocation, the signal-to-noise ratio and the cost; and a sweep
-    over sigma with the recommended one. Use `flops.diagnose` for a model and data of your own.
+    Prints, for every group and allocator, the cosine to the exact gradient (mean and standard
+    deviation over repeats), J relative to the optimal allocation, the signal-to-noise ratio and the
+    cost; and a sweep over sigma with the recommended one. For your own model and data, use
+    `flops.diagnose`.
 
     For example:
 
@@ -36,20 +37,20 @@ class Diagnose:
     targets: Targets = "block"
     """What likelihood ratio perturbs."""
     shaping: bool = False
-    """Shape the noise of likelihood ratio, learned from 40 other batches."""
+    """Use shaped noise with likelihood ratio, trained on 40 other batches."""
     sigma: float = 1e-3
     """Noise scale."""
     queries: int = 20
     """Mean queries per point and group."""
     batch: int = 64
-    """Points in the batch."""
+    """Batch size."""
     steps: int = 0
     """Steps of backpropagation on the digits before measuring: 0 is a fresh head, 150 is near
     convergence."""
     repeats: int = 8
     """Estimates per group and allocator."""
     seed: int = 0
-    """Key of the noise."""
+    """Seed of the noise."""
     json: bool = False
     """Print JSON instead of tables."""
 

@@ -18,9 +18,8 @@ class Finetune:
     """Fine-tune an image classifier with forward passes only.
 
     Without options: the bundled vision transformer on handwritten digits with shaped-lr, in a few
-    minutes and without a download. Everything goes into a run directory: settings, metrics,
-    checkpoints, plots, the trained model. A run that was stopped, in whatever way, goes on with
-    the resume option.
+    minutes and without a download. The run directory holds settings, metrics, checkpoints, plots
+    and the trained model. A run that was interrupted in any way continues with the resume option.
 
     For example:
 
@@ -29,33 +28,33 @@ class Finetune:
     $ flops finetune --resume runs/ops
     $ flops finetune --data photos --model google/vit-base-patch16-224-in21k --preset vit-base
     $ flops finetune --epochs None --budget 200000  # stop by cost
-    $ flops finetune --print-config > run.json  # all settings, to be edited
+    $ flops finetune --print-config > run.json  # all settings, for editing
     $ flops finetune --config run.json --seed 1
     $ torchrun --nproc-per-node 2 -m flops finetune  # two processes share the queries
     """
 
     preset: FinetunePreset | None = None
-    """Settings that go together: those of the paper for ViT-base and ViT-large, or tiny. What the
-    configuration file or another option says counts more."""
+    """Preset of settings: those of the paper for ViT-base and ViT-large, or tiny. The configuration
+    file and other options override it."""
     config: Path | None = None
     """File with settings, .json or .toml; names are those of the options, with _ for -."""
     resume: Path | None = None
-    """Continue the run in this folder; its settings stay what they are. With the same machine,
-    library versions and number of threads it ends with the same bits as an unbroken run, else it
-    says what changed, and differs by rounding."""
+    """Resume the run in this folder, with its settings. On the same machine, with the same library
+    versions and number of threads, the result is bit-identical to an uninterrupted run; otherwise
+    it differs by rounding, and a warning names what changed."""
     checkpoint: Literal["last", "previous"] = "last"
-    """Where to continue: the last that is whole, or the one before."""
+    """Checkpoint to resume from: the last intact one, or the one before it."""
     print_config: bool = False
     """Print all settings as JSON and stop."""
     settings: tyro.conf.OmitArgPrefixes[FinetuneConfig] = field(default_factory=FinetuneConfig)
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> Finetune:
-        """What holds unless the command line says otherwise; errors as `given_settings`."""
+        """Defaults from preset and file; raises as `given_settings`."""
         return cls(settings=given_settings(arguments, FinetuneConfig(), PRESETS))
 
     def run(self) -> None:
-        """Train, and say where the results are."""
+        """Train, and print the folder of the results."""
         if self.print_config:
             print_settings(self.settings)
             return
@@ -66,7 +65,7 @@ class Finetune:
 
 
 def subcommand(arguments: Sequence[str]) -> Any:
-    """The command's type for tyro, with the defaults that these arguments ask for."""
+    """The command's type for tyro, with defaults from the preset and file in the arguments."""
     wanted = len(arguments) > 0 and arguments[0] == "finetune"
     default = Finetune.defaults(arguments[1:]) if wanted else Finetune()
     return tyro.conf.subcommand("finetune", default=default)

@@ -20,7 +20,7 @@ from flops.training.launch import launched
 
 
 def _commands(arguments: list[str]) -> Any:
-    """All commands; settings of files and presets are defaults that the arguments change."""
+    """All commands; settings of files and presets are defaults that arguments override."""
     return (
         Annotated[finetune.Finetune, finetune.subcommand(arguments)]
         | Annotated[align.Align, align.subcommand(arguments)]
@@ -45,13 +45,13 @@ def main(arguments: list[str] | None = None) -> None:
         )
         if launched() and not isinstance(command, finetune.Finetune | align.Align):
             raise FlopsError(
-                "torchrun is for `flops finetune` and `flops align`; start this without it"
+                "torchrun supports `flops finetune` and `flops align` only; start this without it"
             )
         command.run()
     except FlopsError as error:
         rank = f" (process {os.environ['RANK']})" if launched() else ""
         sys.exit(f"flops{rank}: {error}")
-    except ImportError as error:  # of a package that imports others when it is used
+    except ImportError as error:  # raised by a package that imports others lazily
         if (error.name or "").partition(".")[0] == "flops":
             raise
         said = " ".join(str(error).split())

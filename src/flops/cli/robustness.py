@@ -36,8 +36,8 @@ class Robustness:
     """Measure robustness: test accuracy under natural noise and adversarial attacks.
 
     The models are finished runs of `flops finetune`, or are trained here. Each training and each
-    trial is kept as soon as it is done, and the same command continues where it was stopped. Writes
-    tables.md, results.json, results.csv and bounds.png.
+    trial is saved when it completes, and the same command resumes the study. Writes tables.md,
+    results.json, results.csv and bounds.png.
 
     For example:
 
@@ -48,50 +48,49 @@ class Robustness:
     """
 
     runs: tuple[Path, ...] = ()
-    """Folders of finished runs, of the same model and data; none trains here."""
+    """Folders of finished runs with the same model and data; empty to train models here."""
     methods: tuple[MethodName, ...] | None = None
-    """To train here, if no runs are given; None is bp, ops-lr, ops-spsa and shaped-lr."""
+    """Methods to train, without --runs; None for bp, ops-lr, ops-spsa and shaped-lr."""
     seeds: int = 5
-    """Models of each method, trained here."""
+    """Number of seeds per method, for models trained here."""
     epochs: int = 6
-    """Epochs, of models trained here."""
+    """Epochs, for models trained here."""
     learning_rates: tuple[str, ...] = ()
-    """Instead of those that the sweep chose for the digits and the bundled model (bp 1e-3, ops-lr
-    1e-3, ops-spsa 3e-3, shaped-lr 1e-3), such as bp=3e-4 ops-lr=3e-3."""
+    """Learning rates, such as bp=3e-4 ops-lr=3e-3; the defaults were chosen by the sweep for the
+    digits and the bundled model (bp 1e-3, ops-lr 1e-3, ops-spsa 3e-3, shaped-lr 1e-3)."""
     sigmas: tuple[str, ...] = ()
-    """Instead of those that the sweep chose for these (ops-lr 1e-2, ops-spsa 1e-3, shaped-lr
-    1e-3), such as ops-lr=1e-3."""
+    """Noise scales, such as ops-lr=1e-3; the defaults were chosen by the same sweep (ops-lr 1e-2,
+    ops-spsa 1e-3, shaped-lr 1e-3)."""
     model: str | None = None
-    """Of models trained here: bundled (None), a model id of the hub, a folder, or
-    random:vit-base."""
+    """Model to train here: bundled (None), a model id of the hub, a folder, or random:vit-base."""
     data: str | None = None
-    """Of models trained here: digits (None), another named data set, a data set id of the hub, or
-    a folder."""
+    """Data of models trained here: digits (None), another named data set, a data set id of the
+    hub, or a folder."""
     queries: float = DEFAULTS.queries
-    """Mean queries per point and group, of models trained here."""
+    """Mean queries per point and group, for models trained here."""
     batch: int = DEFAULTS.batch
-    """Points of a batch, of models trained here."""
+    """Batch size, for models trained here."""
     gaussian: float = 0.1
     """Standard deviation of Gaussian noise, of pixels in [0, 1]."""
     uniform: float = 0.1
-    """Half the width of uniform noise."""
+    """Half width of uniform noise."""
     poisson: float = 100.0
-    """Poisson noise: mean count of a white pixel; less is more noise."""
+    """Poisson noise: mean count of a white pixel; lower means more noise."""
     bound: float = 8.0
-    """Largest change of a pixel by the attacks of the table, in 1/255."""
+    """Bound of the attacks in the table, in 1/255."""
     bounds: tuple[float, ...] = (8.0, 16.0, 32.0)
-    """Those of the figure; empty for none."""
+    """Bounds of the attacks in the figure; empty for no figure."""
     steps: int = 5
     """Iterations of I-FGSM and MI-FGSM."""
     noise_seed: int = 0
-    """Of natural noise, the same for all models."""
+    """Seed of natural noise, the same for all models."""
     limit: int | None = None
-    """Most points of each split, for a quick look; of the test split alone for given runs."""
+    """Largest number of points per split, for quick runs; with --runs, of the test split only."""
     quick: bool = False
-    """A look in less than a minute, in a folder of its own: one seed, one epoch, few points, where
-    these are at their defaults."""
+    """A preview in less than a minute, in a separate folder: one seed, one epoch and few points,
+    unless set explicitly."""
     workers: int = 2
-    """Processes, of one thread each; 0 runs in this one."""
+    """Processes, with one thread each; 0 runs in this process."""
     output: Path = Path("runs/robustness")
     """Folder of models, results, tables and figure."""
 
@@ -119,7 +118,7 @@ class Robustness:
         )
         try:
             self.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # not after hours
+        except OSError as error:  # early, not after hours
             raise FlopsError(f"cannot write to {self.output}: {error.strerror}") from error
         robustness.main(self._given() if self.runs else self._trained(study.console), study)
         return None
@@ -127,7 +126,7 @@ class Robustness:
     def _given(self) -> list[FinishedRun]:
         if self.methods is not None or self.learning_rates or self.sigmas:
             raise FlopsError(
-                "--runs are trained already: leave out --methods, --learning-rates and --sigmas, "
+                "--runs are already trained: leave out --methods, --learning-rates and --sigmas, "
                 "or leave out --runs to train here"
             )
         return read_runs(self.runs, model=self.model, data=self.data)

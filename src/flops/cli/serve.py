@@ -21,7 +21,7 @@ class Serve(ServeConfig):
     Clients upload points once and request logits of (point, text prompt, image prompt) rows;
     `/docs` describes the API. Every answer is in the answer store before it is sent, so a repeat
     under the same idempotency key, even after a crash, is free and gets the same answer. Answers do
-    not depend on what they are batched with.
+    not depend on other requests in the batch.
 
     For example:
 
@@ -55,8 +55,8 @@ class Serve(ServeConfig):
         setup = set_up(self, model, key)
         if not self.local and key is None:
             sys.stderr.write(
-                f"flops: WARNING: listening on {self.host} WITHOUT A KEY: whoever reaches this "
-                f"machine can use the model. Set one with --api-key-env or --api-key-file.\n"
+                f"flops: WARNING: listening on {self.host} WITHOUT A KEY: anyone who can reach "
+                f"this machine can use the model. Set one with --api-key-env or --api-key-file.\n"
             )
 
         def ready(url: str) -> None:
@@ -69,7 +69,7 @@ class Serve(ServeConfig):
 
 
 def _exit_with_input() -> None:
-    """Every answer that was sent is in the store already: there is nothing to clean up."""
+    """Exit at once: every answer that was sent is already in the store."""
     while os.read(0, 4096):
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""`flops study`: each claim of the paper, and of this library, as a measurement."""
+"""`flops study`: measurements of the claims of the paper and of this library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flops.tasks.models.weights import weights_digest
 
 @dataclass(frozen=True)
 class Theorem:
-    """Check Theorems 1 and 2 on a model whose traces are known in closed form."""
+    """Check Theorems 1 and 2 on a model with traces in closed form."""
 
     repeats: int = 1000
     """Estimates per allocation."""
@@ -32,9 +32,9 @@ class Theorem:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Measure shaped noise: cosines while training, accuracy, other problems, ingredients.
+    """Measure shaped noise: cosines during training, accuracy, other problems, ablations.
 
-    Every run is kept as soon as it is done; the same command continues where it was stopped.
+    Every run is saved when it completes; the same command resumes the study.
 
     For example:
 
@@ -49,15 +49,15 @@ class Shaped:
         "accuracy",
         "grid",
     )
-    """What to measure."""
+    """Parts of the study."""
     seeds: int = 5
-    """Seeds of main, problems and accuracy."""
+    """Number of seeds of main, problems and accuracy."""
     grid_seeds: int = 1
-    """Seeds of grid."""
+    """Number of seeds of grid."""
     workers: int = 2
-    """Processes, of one thread each; 0 runs in this one."""
+    """Processes, with one thread each; 0 runs in this process."""
     most: int | None = None
-    """Most training steps of a run, for a quick look; None for all."""
+    """Largest number of training steps per run, for quick runs; None for all."""
     output: Path = Path("runs/shaped")
     """Folder of results, tables and plots."""
 
@@ -73,8 +73,8 @@ class Shaped:
 class Gradients:
     """Measure the cosine to the exact gradient by budget, allocator, estimator, matrix and layer.
 
-    The ablations of the paper, on any vision transformer. Every panel is kept as soon as it is
-    done; the same command continues where it was stopped.
+    The ablations of the paper, on any vision transformer. Every panel is saved when it completes;
+    the same command resumes the study.
 
     For example:
 
@@ -90,50 +90,50 @@ class Gradients:
         "targets",
         "baselines",
     )
-    """What to measure: the paper's panels, and ablations on thirds of the layers."""
+    """Parts of the study: the paper's panels, and ablations on thirds of the layers."""
     model: str = "bundled"
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
     head: Head = "fresh"
-    """A fresh classification head, or the model's own kept, if it knows the classes of the data."""
+    """A new classification head, or the model's own if it was trained on the same classes."""
     data: str = "digits"
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
     limit: int | None = None
-    """Most points of each split; None for all."""
+    """Largest number of points per split; None for all."""
     stages: tuple[int, ...] = (20, 150)
-    """Steps of backpropagation before measuring: a stage of training each."""
+    """Stages of training, as steps of backpropagation before measuring."""
     learning_rate: float = 1e-3
-    """Of Adam in these."""
+    """Learning rate of Adam in these steps."""
     estimators: tuple[str, ...] = ("lr", "spsa")
-    """lr, spsa, es."""
+    """Estimators: lr, spsa, es."""
     matrices: tuple[str, ...] = ("key", "ff")
-    """query, key, value, output, ff, ff2, or the name of a linear module in a layer."""
+    """Matrices: query, key, value, output, ff, ff2, or the name of a linear module in a layer."""
     layers: tuple[str, ...] = ("first", "middle", "last")
-    """first, middle, last, or numbers from 1 on."""
+    """Layers: first, middle, last, or numbers from 1 on."""
     allocators: tuple[str, ...] = ("equal", "bernoulli", "gaussian", "neyman")
-    """equal, bernoulli, gaussian, neyman, diagonal (Gaussian without its kernel)."""
+    """Allocators: equal, bernoulli, gaussian, neyman, diagonal (Gaussian without its kernel)."""
     budgets: tuple[int, ...] = (5, 10, 20, 50, 100, 200)
     """Mean queries per point."""
     perturb: Literal["matrix", "third"] = "matrix"
-    """Perturb the named matrix alone, or the third of the layers that it lies in."""
+    """Perturb only the named matrix, or its third of the layers."""
     repeats: int = 20
-    """Batches, each with noise of its own, the same for all allocators."""
+    """Number of batches, each with its own noise, the same for all allocators."""
     batch: int = 32
-    """Points of a batch."""
+    """Batch size."""
     warm: int = 12
-    """Batches that learned allocators have seen before."""
+    """Training batches of learned allocators."""
     learn: int = 30
-    """Batches that shaped noise has seen before."""
+    """Training batches of shaped noise."""
     sigma: float = 1e-3
     """Noise scale; the ablation of baselines has its own."""
     seed: int = 0
-    """Of the fresh head, all batches and all noise."""
+    """Seed of the new head, all batches and all noise."""
     device: str = "auto"
-    """cpu, cuda, or auto: a GPU if there is one."""
+    """cpu, cuda, or auto: a GPU if available."""
     workers: int = 2
-    """Processes, of one thread each; 0 runs in this one."""
+    """Processes, with one thread each; 0 runs in this process."""
     quick: bool = False
-    """A look in a minute, in a folder of its own: fewer layers, budgets, points and repeats, where
-    these are at their defaults."""
+    """A preview in a minute, in a separate folder: fewer layers, budgets, points and repeats,
+    unless set explicitly."""
     output: Path = Path("runs/gradients")
     """Folder of results, tables, figures and start models."""
 
@@ -150,7 +150,7 @@ class Gradients:
         gradients.main(self.parts, study)
 
     def _quick(self) -> dict[str, Any]:
-        """Smaller values of what was left at its default."""
+        """Smaller values of options at their defaults."""
         small: dict[str, Any] = {"layers": ("first", "last"), "budgets": (5, 20), "learn": 6}
         small |= {"repeats": 3, "batch": 8, "warm": 2, "stages": (5, 30)}
         small["output"] = Path("runs/gradients-quick")
@@ -168,7 +168,7 @@ class Study:
         | Annotated[Gradients, tyro.conf.subcommand("gradients")]
         | Annotated[Robustness, tyro.conf.subcommand("robustness")]
     ]
-    """Which study."""
+    """The study."""
 
     def run(self) -> None:
         """Measure and print."""

@@ -1,4 +1,4 @@
-"""What the commands that train share: where their settings come from, running and resuming."""
+"""Shared by the training commands: sources of settings, running and resuming."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from flops.training.run_directory import is_run, new_folder, read_settings
 def given_settings(
     arguments: Sequence[str], defaults: Settings, presets: Mapping[str, dict[str, Any]]
 ) -> Settings:
-    """What holds unless the command line says otherwise: preset, then file, or the old run.
+    """Settings that the command line may override: preset, then file, or the run to resume.
 
     Args:
-        arguments: Of the command line.
+        arguments: Command line.
         defaults: The defaults.
         presets: Settings by name.
 
     Raises:
-        ConfigError: If the file or the preset is not what it should be.
+        ConfigError: If the file or the preset is invalid.
     """
     looked = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--preset", "--config", "--resume"):
         looked.add_argument(name)
     try:
         given, _ = looked.parse_known_args(list(arguments))
-    except argparse.ArgumentError:  # tyro says it better
+    except argparse.ArgumentError:  # tyro reports it
         return defaults
     for name, value in vars(given).items():
-        if value == "None":  # as the help says
+        if value == "None":  # the documented spelling of None
             setattr(given, name, None)
     if given.resume is not None:
         return read_settings(Path(given.resume), type(defaults))
@@ -52,18 +52,18 @@ def given_settings(
 
 
 def resumed(settings: Settings, folder: Path, apart: Sequence[Any]) -> Settings:
-    """The settings of the run in a folder, which must be those that were given.
+    """The settings of the run in a folder, which the command line must not change.
 
     Args:
-        settings: What the command line says.
-        folder: The run.
-        apart: Configuration file and preset, which have no place here.
+        settings: Settings from the command line.
+        folder: The run directory.
+        apart: Configuration file and preset, which are not allowed here.
 
     Raises:
-        ConfigError: If anything else was asked for than to go on.
+        ConfigError: If the command line changes a setting.
     """
     if any(given is not None for given in apart):
-        raise ConfigError("--resume takes the settings of the run: leave --config and --preset")
+        raise ConfigError("--resume uses the settings of the run: leave out --config and --preset")
     kept = read_settings(folder, type(settings))
     changed = [name for name, value in kept if value != getattr(settings, name)]
     if changed:
@@ -74,24 +74,24 @@ def resumed(settings: Settings, folder: Path, apart: Sequence[Any]) -> Settings:
 
 
 def print_settings(settings: RunConfig) -> None:
-    """All settings as JSON, as a configuration file has them."""
+    """Print all settings as JSON, in the format of a configuration file."""
     sys.stdout.write(json.dumps(settings.to_dict(), indent=2) + "\n")
 
 
 def run_training(settings: RunConfig, command: str, resume: bool, checkpoint: str) -> None:
-    """Train with a display, and say where the results are, or how to go on.
+    """Train with a display; print the folder of the results, or how to resume.
 
     Args:
-        settings: What to do; without `output` a new folder in runs/ is made.
-        command: What the user typed after `flops`.
-        resume: Continue the run in `output`.
-        checkpoint: Where to continue, "last" or "previous".
+        settings: Settings; without `output` a new folder in runs/ is created.
+        command: Name of the command.
+        resume: Resume the run in `output`.
+        checkpoint: Checkpoint to resume from, "last" or "previous".
     """
     if not resume and checkpoint != "last":
-        raise ConfigError("--checkpoint says where to continue: it needs --resume")
-    if settings.output is None:  # process 0 alone writes, whatever the others call it
+        raise ConfigError("--checkpoint needs --resume")
+    if settings.output is None:  # only rank 0 writes
         settings = settings.replace(output=str(new_folder(settings)))
-    first = os.environ.get("RANK", "0") == "0"  # the one that speaks, under torchrun
+    first = os.environ.get("RANK", "0") == "0"  # only rank 0 prints
     display = display_for(Console(quiet=not first))
     try:
         with display.warnings():
@@ -100,7 +100,7 @@ def run_training(settings: RunConfig, command: str, resume: bool, checkpoint: st
         if not first:
             sys.exit(130)
         if not is_run(Path(settings.output or "")):
-            sys.exit("stopped before the run began")
+            sys.exit("stopped before the run started")
         folder = shlex.quote(str(settings.output))
         sys.exit(f"stopped; continue with: flops {command} --resume {folder}")
     if first:
