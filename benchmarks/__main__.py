@@ -20,23 +20,23 @@ from rich.table import Table
 from flops import PrecisionWarning
 
 PARTS = {
-    "overhead": "seconds of a step over those of the least that it has to compute",
-    "reuse": "what a query costs with prefix reuse, counted and timed",
-    "memory": "peak growth of a step over that of inference, and beside backpropagation's",
-    "quality": "cosine to the exact gradient for 20 queries, by estimator and allocator",
-    "fewer": "what training reaches with fewer queries and more steps at equal cost",
-    "peers": "the same gradient from torchzero, torchopt and a plain MeZO loop",
-    "compiled": "what compiling the part behind the noise would save",
+    "overhead": "time of a step over that of the minimal computation",
+    "reuse": "cost of a query with prefix reuse, counted and timed",
+    "memory": "peak memory of a step over inference and over backpropagation",
+    "quality": "cosine to the exact gradient with 20 queries, by estimator and allocator",
+    "fewer": "training with fewer queries and more steps at equal cost",
+    "peers": "comparison with torchzero, torchopt and a plain MeZO loop",
+    "compiled": "gain from compiling the layers after the noise",
     "scaling": "rows per second of two processes over those of one",
-    "scale": "a step of 1 to 1,024 processes, by simulation",
+    "scale": "simulated step of 1 to 1,024 processes",
     "allocation": "J of the allocators over the optimum",
     "gain": "cosine to the exact gradient with each allocator",
-    "allocator": "share of a step that an allocator takes",
-    "shaping": "what shaped noise adds to a step",
-    "prompts": "where the gradient of a prompt lives, and what estimators see of it",
-    "service": "rows per second of `flops serve` under load over those of the model alone",
-    "align": "what each method reaches when it aligns the embedded models, and in what time",
-    "align_gradient": "cosine of the adapter's gradient, orthogonal noise beside independent",
+    "allocator": "share of an allocator in the time of a step",
+    "shaping": "time that shaped noise adds to a step",
+    "prompts": "gradients of prompts, and their estimates",
+    "service": "throughput of `flops serve` under load over that of the model",
+    "align": "alignment of the embedded models: loss, accuracy and time by method",
+    "align_gradient": "cosine of the adapter's gradient with independent and orthogonal noise",
     "align_cost": "time and memory of a step of alignment, with and without allocator",
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
     "align_cost_smollm2": "the same with SmolLM2-135M, batch 8; needs `make real-models`",
@@ -51,16 +51,16 @@ def main() -> None:
         epilog="parts: " + "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
     )
     parser.add_argument("parts", nargs="*", help=f"any of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="where results go, as JSON")
-    parser.add_argument("--threads", type=int, help="threads of torch; its own choice by default")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file for the results")
+    parser.add_argument("--threads", type=int, help="number of torch threads; default: torch's own")
     given = parser.parse_args()
     for name in given.parts:
         if name not in PARTS:
             parser.error(f"unknown part '{name}', choose from {', '.join(PARTS)}")
     if given.threads is not None:
         torch.set_num_threads(given.threads)
-        os.environ["OMP_NUM_THREADS"] = str(given.threads)  # of parts in processes of their own
-    # Rounding is part of what is measured; the table shows its effect.
+        os.environ["OMP_NUM_THREADS"] = str(given.threads)  # for parts that start processes
+    # Rounding is part of the measurement; the table shows its effect.
     warnings.simplefilter("ignore", PrecisionWarning)
     console = Console(width=None if sys.stdout.isatty() else 160)
     for name in given.parts or PARTS:
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def write(path: Path, name: str, rows: dict[str, Any], seconds: float) -> None:
-    """Write one part's results with where they come from; those of other parts stay."""
+    """Write the results of one part with their provenance; keep those of other parts."""
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results[name] = {
         "environment": {

@@ -1,12 +1,12 @@
-"""Alignment of the embedded models: what each method reaches in the same steps, and in what time.
+"""Alignment of the embedded models: loss, accuracy and time of each method in the same steps.
 
-The bundled encoder and language model, 60 queries a point, the rate that the validation split chose
-for backpropagation, for all methods alike; three seeds. "of bp's reduction" is the reduction of the
-validation loss over that of backpropagation with the same seed. Time and cost are per step, and to
-a loss that all of them reach: forward learning needs no backward pass and little memory, and pays
-with queries. The controls learn from shuffled images; chance is 10 %.
+The bundled encoder and language model, 60 queries per point, three seeds; all methods use the
+learning rate chosen for backpropagation on the validation split. "of bp's reduction" is the
+reduction of the validation loss over that of backpropagation with the same seed. Time and cost are
+per step, and until a loss that all methods reach: forward learning needs no backward pass and
+little memory, at the cost of queries. Controls are trained on shuffled images; chance is 10 %.
 
-Runs are kept in runs/align and go on where they were stopped; the plot is drawn from their metrics.
+Runs are saved in runs/align and can be resumed; the plot is made from their metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDER = Path("runs/align")
 
 
 def finished(config: AlignConfig) -> AlignedRun:
-    """The run of these settings, made or continued where it is not finished yet."""
+    """The run with these settings, started or resumed if not finished."""
     folder = Path(str(config.output))
     if not (folder / "report.md").is_file():
         train(config, resume=is_run(folder))
@@ -38,7 +38,7 @@ def finished(config: AlignConfig) -> AlignedRun:
 
 
 def cases(seeds: int, base: AlignConfig, folder: Path) -> dict[str, list[AlignConfig]]:
-    """Settings by name, one for each seed."""
+    """Settings by name, one per seed."""
     named: dict[str, dict[str, Any]] = {method: {"method": method} for method in METHODS}
     named |= {f"{m}, shuffled": {"method": m, "shuffled": True} for m in CONTROLS}
     settings = base.to_dict()
@@ -90,9 +90,9 @@ def _row(runs: list[AlignedRun], exact: list[AlignedRun], loss: float) -> dict[s
         "loss, spread": statistics.pstdev(run.last for run in runs),
         "of bp's reduction": mean(shares),
         "least": min(shares),
-        "right captions": mean(run.accuracy for run in runs),
+        "caption accuracy": mean(run.accuracy for run in runs),
         "test": mean(run.test for run in runs if run.test is not None),
-        "s a step": mean(run.step_seconds for run in runs),
+        "s per step": mean(run.step_seconds for run in runs),
         f"s to loss {loss:.3f}": mean(way[0] for way in ways) if reached else None,
-        "forwards to it": mean(way[1] for way in ways) if reached else None,
+        "forwards to that loss": mean(way[1] for way in ways) if reached else None,
     }

@@ -1,9 +1,9 @@
-"""A step of alignment: its time and the memory that it adds, by method, with and without allocator.
+"""Time and memory of a step of alignment by method, with and without allocator.
 
-`lr` and `ops-lr` differ in the allocator alone. Steps of all methods take turns in one process, so
-that other load meets all alike; "over lr" is the median of the ratios, turn by turn. Memory is
-measured in a process for each method: the peak during a step over what is resident with both models
-loaded and a step done, so it is what activations, noise and gradients take.
+`lr` and `ops-lr` differ only in the allocator. Steps of all methods are interleaved in one process,
+so that other load affects all equally; "over lr" is the median of the ratios per turn. Memory is
+measured in a separate process per method: the peak during a step over the resident memory with both
+models loaded and one step done, that is, activations, noise and gradients.
 
     python -m benchmarks align_cost              the embedded models
     python -m benchmarks align_cost_smollm2      SmolLM2-135M, batch 8 (after `make real-models`)
@@ -30,7 +30,7 @@ REPEATS = 60
 
 
 def settings(model: str, method: str, queries: float | None = None) -> AlignConfig:
-    """What is measured; many epochs, so that the steps never end."""
+    """Settings of a method; with many epochs, so that the steps never end."""
     given: dict[str, Any] = {**PRESETS[model], "method": method, "epochs": 1000}
     if queries is not None:
         given["queries"] = queries
@@ -38,7 +38,7 @@ def settings(model: str, method: str, queries: float | None = None) -> AlignConf
 
 
 def child(model: str, method: str, queries: float | None) -> dict[str, float]:
-    """Memory of one method in this process."""
+    """Measure the memory of one method in this process."""
     warnings.simplefilter("ignore")
     trainer = Trainer(settings(model, method, queries))
     trainer.step()
@@ -47,7 +47,7 @@ def child(model: str, method: str, queries: float | None) -> dict[str, float]:
 
 
 def memory(model: str, method: str, queries: float | None = None) -> dict[str, float]:
-    """The same in a process of its own."""
+    """Measure the memory of one method in a separate process."""
     command = [sys.executable, "-m", "benchmarks.align_cost", model, method, str(queries)]
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", env=os.environ | ENVIRONMENT
@@ -74,7 +74,7 @@ def run(
         middle, spread = median_and_spread(seconds[method])
         over = ratios(seconds[method], seconds["lr"]) if "lr" in methods else [1.0]
         found[method] = {
-            "s a step": middle,
+            "s per step": middle,
             "spread": spread,
             "over lr": sorted(over)[len(over) // 2],
         }

@@ -11,7 +11,7 @@ REPEATS = 3
 
 
 def run(repeats: int = REPEATS, queries: float | None = None) -> dict[str, Any]:
-    """Time and memory of three methods; nothing where the model is not there."""
+    """Time and memory of three methods; nothing if the model is not installed."""
     try:
         smollm2_file()
     except FileNotFoundError as error:

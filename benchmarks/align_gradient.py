@@ -1,9 +1,9 @@
 """Cosine of the adapter's estimated gradient to the exact one, by queries and kind of noise.
 
 The embedded models, batches of 64 after some steps of backpropagation, equal counts; mean and
-standard deviation over batches. Directions of a point that are orthogonal waste no query on what
-another one has asked: with as many queries as the visual token has channels (64) they see the whole
-gradient, up to the curvature that one-sided differences see.
+standard deviation over batches. Orthogonal directions of a point are not redundant: with as many
+queries as the visual token has channels (64) they determine the whole gradient, up to the curvature
+error of one-sided differences.
 """
 
 from __future__ import annotations

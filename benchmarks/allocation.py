@@ -1,10 +1,10 @@
-"""Allocation: J of each allocator over that of the best integer counts with the same floor.
+"""Allocation: J of each allocator over J of the optimal integer counts with the same floor.
 
-Traces are measured with 200 queries a point on batches of the bundled ViT at three stages of
-training; mean over the thirds of the network and over seeds (batches). "best of family" is the
-best mean of the Gaussian allocator by a fine grid: what learning can reach at all with counts that
-are affine in tanh(loss). "2 queries" gives Neyman traces of two queries per point only. "equal
-traces" is J over that of equal counts where all traces are the same.
+Traces are measured with 200 queries per point on batches of the bundled ViT at three stages of
+training; mean over the thirds of the network and over seeds (batches). "best of family" is the best
+mean of the Gaussian allocator on a fine grid, a lower bound for counts that are affine in
+tanh(loss). With "2 queries", Neyman has traces from two queries per point only. "equal traces" is J
+over J of equal counts if all traces are equal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measured(model: Any, train: Split, rows: Tensor) -> list[tuple[Signal, Tenso
 
 
 def part(signal: Signal, size: int) -> Signal:
-    """The first points of a batch: traces and embeddings of a point do not depend on the others."""
+    """The first points of a batch: traces and embeddings do not depend on the other points."""
     assert signal.embeddings is not None
     return replace(
         signal,
@@ -65,7 +65,7 @@ def part(signal: Signal, size: int) -> Signal:
 
 
 def over_optimum(signal: Signal, traces: Tensor, seed: int) -> dict[str, float]:
-    """J of each allocator over that of the best integer counts with the same floor."""
+    """J of each allocator over J of the optimal integer counts with the same floor."""
     values = traces.double().numpy()
     best = objective(values, integer_optimum(values, signal.budget).astype(np.float64))
 

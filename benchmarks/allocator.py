@@ -1,4 +1,4 @@
-"""Allocator: share of a step (B = 64, 20 queries), and milliseconds of one use at B = 256."""
+"""Allocator: share of the time of a step (B = 64, 20 queries), and milliseconds at B = 256."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALLOCATORS: dict[str, Callable[[], Any]] = {
 
 
 class Timed(Learner):
-    """An allocator that counts the seconds spent in it."""
+    """Measures the time spent in an allocator."""
 
     def __init__(self, inner: Any, seconds: list[float] | None = None) -> None:
         self.inner, self.seconds = inner, [0.0] if seconds is None else seconds
@@ -35,7 +35,7 @@ class Timed(Learner):
         return self.inner.wants_embeddings
 
     def __deepcopy__(self, memo: Any) -> Timed:
-        return Timed(copy.deepcopy(self.inner), self.seconds)  # all groups on one clock
+        return Timed(copy.deepcopy(self.inner), self.seconds)  # one clock for all groups
 
     def __copy__(self) -> Timed:
         return Timed(copy.copy(self.inner), self.seconds)

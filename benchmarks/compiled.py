@@ -1,11 +1,10 @@
-"""Compiled: would `torch.compile` of what lies behind the noise pay?
+"""Compiled: gain from `torch.compile` of the layers after the noise.
 
-The rows of a chunk through the last layers of the bundled ViT, its norm and its head: seconds
-without / with compilation (inductor, fixed shapes), in inference mode, and what compiling takes.
-"Steps to pay" is after how many steps of 20 queries, batch 64 and three groups the time for
-compiling one suffix of each group is won back. The engine itself compiles nothing: noise,
-recording and replay change what single calls of modules do, and a model that is compiled already
-takes no notice of that; it is unwrapped.
+The rows of a chunk through the last layers of the bundled ViT, its norm and its head: time without
+over time with compilation (inductor, fixed shapes), in inference mode, and the time to compile.
+"Steps to pay" is the number of steps (20 queries, batch 64, three groups) that amortise compiling
+one suffix per group. The engine compiles nothing: noise, recording and replay intercept calls of
+modules, which a compiled model bypasses, so it is unwrapped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Fewer queries, more steps: what training reaches for the same number of forward equivalents.
+"""Fewer queries, more steps: training with the same number of forward equivalents.
 
-The bundled ViT with a fresh head on the digits, Adam, batches of 64, 5 to 40 queries per point and
-group, until as much is spent as 1000 forward passes of a batch would cost; all that a step is
-charged for counts. Block likelihood ratio with the Gaussian allocator, and shaped noise, as
-`flops finetune` sets them up. Loss and accuracy are those of the validation split at the end, mean
-over seeds.
+The bundled ViT with a new head on the digits, Adam, batches of 64, 5 to 40 queries per point and
+group, until the cost of 1000 forward passes of a batch is used up; all costs of a step count. Block
+likelihood ratio with the Gaussian allocator, and shaped noise, as configured by `flops finetune`.
+Loss and accuracy are those of the validation split at the end, mean over seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PASSES, SEEDS, RATE = 1000, 2, 1e-3
 
 
 def trained(data: Splits, method: Method, seed: int, passes: float) -> tuple[int, float, float]:
-    """Steps taken, and the validation split's loss and accuracy after them."""
+    """Number of steps, and validation loss and accuracy at the end."""
     model = bundled_vit(seed=seed)
     fg = engine(model, loss_fn, method, seed=seed)
     optimizer = torch.optim.Adam(model.parameters(), RATE)
@@ -36,7 +35,7 @@ def trained(data: Splits, method: Method, seed: int, passes: float) -> tuple[int
         optimizer.zero_grad()
         charged = fg.estimate(*data.train.batch(rows), index=rows).forward_equivalents
         optimizer.step()
-        spent, cost = spent + charged, charged - charged.probe  # a structure is found out once
+        spent, cost = spent + charged, charged - charged.probe  # tracing is done once
         steps += 1
     held = data.validation
     with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""The least that a step has to compute on the bundled ViT, written by hand without the engine.
+"""The minimal computation of a step on the bundled ViT, written by hand without the engine.
 
-One clean pass that keeps the inputs of what comes later; for each third of the layers the rows of
-all queries through what lies behind the first noise, in chunks, in inference mode, without noise;
-and one plain vector-Jacobian product of each target. There is no noise, no sum over the queries, no
-check and no choice of what to replay: whatever the engine takes longer is its overhead.
+One clean pass that keeps the inputs of later modules; for each third of the layers, the rows of all
+queries through the model from the first noise on, in chunks, in inference mode, without noise; and
+one plain vector-Jacobian product of each target. There is no noise, no sum over queries, no check
+and no choice of what to replay: any additional time of the engine is overhead.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Start = Literal["leaf", "block", "stage", "parameters", "shared", "mezo"]
-"""Where noise is: outputs of leaves, layers or stages; parameters by point or for all; MeZO's."""
+"""Location of noise: outputs of leaves, layers or stages; per-point or shared parameters; MeZO."""
 
 CHUNK = 256
 
 
 class Floor:
-    """One batch and where its noise would start.
+    """One batch, and the location of its first noise.
 
     Args:
         model: The bundled ViT.
         x: Images.
         y: Classes.
-        start: Where noise is.
+        start: Location of noise.
         layers: Layers of each group.
-        chunk: Rows in a pass.
+        chunk: Rows per pass.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Floor:
         self.firsts = range(0, len(model.vit.layers), layers)
 
     def step(self, queries: int) -> None:
-        """Everything that one step needs."""
+        """The computation of one step."""
         if self.start != "mezo":
             _, inputs = self.clean()
         else:
@@ -81,9 +81,9 @@ class Floor:
         chain = [*vit.layers, vit.layernorm]
         if self.start == "mezo":
             return self.model(self.x).logits
-        if self.start == "shared":  # the batch as it stands
+        if self.start == "shared":  # the whole batch
             return self._rest(first, inputs[chain[first]])
-        if self.start == "leaf":  # the first leaf is a norm: its output is what attention reads
+        if self.start == "leaf":  # the first leaf is a norm, the input of attention
             layer = vit.layers[first]
             residual = inputs[layer].index_select(0, points)
             normal = inputs[layer.attention.q_proj].index_select(0, points)

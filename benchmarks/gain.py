@@ -1,8 +1,8 @@
-"""Gain: cosine to the exact gradient with allocators used as a user does.
+"""Gain: cosine to the exact gradient by allocator, used as in training.
 
-Default settings, learning from the queries of 12 earlier steps, then one more batch; block targets,
-20 queries per point and group, mean over the thirds of the network; the same total of queries for
-all. Ratios are paired by seed, with the standard deviation over seeds.
+Default settings, trained on the queries of 12 earlier steps, then one more batch; block targets, 20
+queries per point and group, mean over the thirds of the network; the same total number of queries
+for all. Ratios are paired by seed, with the standard deviation over seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM = 12
 
 
 def cosines(model: Any, train: Split, allocator: Any, seed: int) -> float:
-    """Mean cosine over the thirds, after some steps to learn from."""
+    """Mean cosine over the thirds, after some training steps of the allocator."""
     fg = ForwardGradient(
         model, loss_fn, thirds(model, LikelihoodRatio()), allocator=allocator, seed=seed
     )

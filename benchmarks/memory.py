@@ -1,15 +1,15 @@
-"""Memory: peak growth of `estimate` over that of inference, and beside backpropagation's.
+"""Memory: peak growth of `estimate` over inference and over backpropagation.
 
-A ViT of 12 layers (192 channels, 65 tokens) in three groups with block targets, all its parameters
+A ViT of 12 layers (192 channels, 65 tokens) in three groups with block targets, all parameters
 trained, a batch of 32, chunks of 128 rows; MeZO's passes have the 32 rows of the batch, and each is
-compared with inference on as many rows. Growth is the peak of resident memory during a step over
-what is resident with the model loaded, a small pass and a small step done, and ``.grad`` None.
+compared with inference on as many rows. Growth is the peak resident memory during a step over that
+with the model loaded, after a small pass and a small step, and with ``.grad`` None.
 
-Parameters are counted for no one. The gradient, as large as the parameters, is in the growth of
-`estimate` and of backpropagation; "over inference" gives inference the same room, since whoever
-trains has to hold one, and "raw" does not. Every case runs in a process of its own, with one arena
-of malloc and tensors mapped one by one, so that what is freed is gone; medians of repeats, but for
-200 queries, which run once.
+Parameters are not counted. The gradient, as large as the parameters, is part of the growth of
+`estimate` and of backpropagation; "over inference" adds it to inference too, since any training
+needs one, and "raw" does not. Every case runs in a separate process, with a single malloc arena and
+tensors mapped one by one, so that freed memory is returned; medians of repeats, except for 200
+queries, which run once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCH, CHUNK = 32, 128
 PIXELS, PATCH, CHANNELS, LAYERS = 64, 8, 192, 12
 GROUPS = 3
 REPEATS = 3
-COMPARED = {  # with which inference
+COMPARED = {  # reference of each case
     "inference, 128 rows": "inference, 128 rows",
     "inference, 32 rows": "inference, 32 rows",
     "LR, 20 queries": "inference, 128 rows",
@@ -71,7 +71,7 @@ def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def block_groups(model: Any, queries: int) -> list[Group]:
-    """Block targets for all parameters: the layers in equal groups, what is around them alone."""
+    """Block targets for all parameters: the layers in equal groups, others separately."""
     layers, lr = list(model.vit.layers), LikelihoodRatio()
     size = LAYERS // GROUPS
     return [
@@ -82,7 +82,7 @@ def block_groups(model: Any, queries: int) -> list[Group]:
 
 
 def step_of(case: str, model: Any) -> Callable[[Tensor, Tensor], Any]:
-    """What is measured; it takes images and classes."""
+    """The step to measure, a function of images and classes."""
 
     def infer(x: Tensor, y: Tensor) -> Any:
         rows = torch.arange(int(case.split()[1])) % len(y)
@@ -101,7 +101,7 @@ def step_of(case: str, model: Any) -> Callable[[Tensor, Tensor], Any]:
 
 
 def resident() -> int:
-    """Bytes that are resident now."""
+    """Resident memory in bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
@@ -110,9 +110,9 @@ def resident() -> int:
 
 
 def peak(run: Callable[[], Any]) -> int:
-    """Growth of resident memory at its most."""
+    """Peak growth of resident memory."""
     before = resident()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
     run()
     status = Path("/proc/self/status").read_text(encoding="ascii")
     most = next(line for line in status.splitlines() if line.startswith("VmHWM"))
@@ -138,7 +138,7 @@ def child(case: str) -> dict[str, float]:
 
 
 def measure(case: str) -> dict[str, float]:
-    """Measure one case in a process of its own."""
+    """Measure one case in a separate process."""
     command = [sys.executable, "-m", "benchmarks.memory", case]
     environment = os.environ | ENVIRONMENT
     done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)

@@ -1,14 +1,14 @@
-"""Overhead: seconds of `estimate` over those of the least that has to be computed for it.
+"""Overhead: time of `estimate` over that of the minimal computation.
 
 The floor (`benchmarks.floor`) is written by hand: the same rows through the same suffixes in
 chunks of the same size, in inference mode and without noise, one clean pass, and a plain
 vector-Jacobian product of each target. Three groups of two layers of the bundled ViT (64 wide),
-batch 64, 20 queries per point and group; and of one that is 384 wide, as ViT-small is, with random
+batch 64, 20 queries per point and group; and of a ViT that is 384 wide, as ViT-small, with random
 weights, batch 32, 8 queries. MeZO has one group and 2 queries. "work" is the forward equivalents of
 the floor's queries over those that the engine reports: 1 means the same rows through the same part
-of the model. "query loop" compares what more queries add to a step, so that clean pass, local
-products and all that is done once a step drop out. Engine and floor run in turn; medians of the
-ratios in each repeat, and half the distance of their quartiles.
+of the model. "query loop" compares the marginal time of additional queries, without clean pass,
+local products and everything else done once per step. Engine and floor are interleaved; medians of
+the ratios per repeat, and half their interquartile range.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flops.tasks.classification import bundled_vit, digits
 from flops.tasks.data.digits import IMAGE_SIZE
 
 REPEATS = 9
-WARM = 9  # the first eight steps of block and stage targets measure their Jacobians once more
+WARM = 9  # block and stage targets measure Jacobians in the first eight steps
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of noise, the queries of a step, and another number to take the loop's slope by."""
+    """A kind of noise, the queries per step, and a second number for the marginal time."""
 
     start: Start
     estimator: Estimator | None
@@ -90,7 +90,7 @@ def wide_vit() -> Any:
 
 
 def tuned_layers(case: Case, model: Any) -> Any:
-    """The model of which only the layers are trained; MeZO trains all of it."""
+    """The model with only the layers trainable; MeZO trains all parameters."""
     if case.estimator is not None:
         model.requires_grad_(False)
         model.vit.layers.requires_grad_(True)
@@ -98,7 +98,7 @@ def tuned_layers(case: Case, model: Any) -> Any:
 
 
 def work(floor: Floor, queries: int) -> float:
-    """Forward equivalents of the floor's queries, counted as the engine counts its own."""
+    """Forward equivalents of the floor's queries, counted as in the engine."""
     with torch.no_grad(), WorkMeter(lambda _: None) as whole:
         floor.model(floor.x)
     _, inputs = floor.clean() if floor.start != "mezo" else (None, {})

@@ -1,13 +1,13 @@
-"""Peers: the same gradient from torchzero, torchopt and a plain MeZO loop, side by side with ours.
+"""Peers: comparison of our estimates with torchzero, torchopt and a plain MeZO loop.
 
-The layers of the bundled ViT after 60 steps of backpropagation, batches of 64 digits. A query is a
-forward pass of the whole batch: "passes" counts what a step cost in them (for the others the
-model's calls, for ours the forward equivalents, clean pass and local products included), at about
-equal cost. "seconds / inference" is the time of a step over that of as many plain inference passes,
-measured in turn. "cosine" is to the exact gradient of all layers, mean over batches. It grows as
-the root of the passes while it is small, so "passes for .1" says how many would make it 0.1; what
-allocators and shaped noise learned from before is not in it, and stands beside. "drift" is the
-relative change of the parameters by 100 steps of 2 queries with a learning rate of 0.
+The layers of the bundled ViT after 60 steps of backpropagation, batches of 64 digits. "passes" is
+the cost of a step in forward passes of the whole batch (calls of the model for the others; forward
+equivalents for ours, including clean pass and local products), at about equal cost. "seconds /
+inference" is the time of a step over that of as many plain inference passes, interleaved. "cosine"
+is to the exact gradient of all layers, mean over batches. It grows with the root of the passes
+while it is small, so "passes for .1" extrapolates the passes for a cosine of 0.1; training passes
+of allocators and shaped noise are listed separately. "drift" is the relative change of the
+parameters after 100 steps of 2 queries with a learning rate of 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PASSES, SEEDS, WARM, DRIFT = 32, 5, 12, 100
 
 
 def engines(model: Any, passes: int = PASSES) -> dict[str, ForwardGradient]:
-    """Ours at about the same cost; what a query costs follows from where its noise starts."""
+    """Our engines at about the same cost, which depends on the location of the noise."""
 
     def thirds(estimator: Any, queries: int) -> list[Group]:
         layers = list(model.vit.layers)
@@ -73,7 +73,7 @@ class Calls:
 
 
 def inference(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Seconds of one plain pass; the best of three, as nothing else can make it shorter."""
+    """Seconds of one plain pass; the minimum of three."""
     found = []
     for _ in range(3):
         started = time.perf_counter()
@@ -92,7 +92,7 @@ def exact(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def drift(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> dict[str, float]:
-    """Relative change of the parameters without learning, by method."""
+    """Relative change of the parameters with a learning rate of 0, by method."""
     found = {}
     clean = torch.cat([p.detach().flatten() for p in trained(model).values()])
     makers = {"plain MeZO loop": lambda m: PlainMezo(m, 1), **dict.fromkeys(rivals(model, 2))}
@@ -147,7 +147,7 @@ def run(passes: int = PASSES, seeds: int = SEEDS, warm: int = WARM) -> dict[str,
             "cosine": mean,
             "cosine spread": statistics.stdev(cosines) if len(cosines) > 1 else 0.0,
             "passes for .1": statistics.mean(costs) * (0.1 / max(mean, 1e-9)) ** 2,
-            "learned from, passes": learned.get(name) or None,
+            "training passes": learned.get(name) or None,
             "drift": drifts.get(name),
         }
     for name, step in theirs.items():
@@ -157,7 +157,7 @@ def run(passes: int = PASSES, seeds: int = SEEDS, warm: int = WARM) -> dict[str,
 
 
 def learn(engine: ForwardGradient, train: Split, steps: int) -> float:
-    """Let what learns see other batches; returns their cost in passes, 0 where nothing learns."""
+    """Train allocators and shaped noise on other batches; return the cost in passes."""
     learns = any(
         isinstance(a, Gaussian) or getattr(g.estimator, "shaping", None)
         for g, a in zip(engine.groups, engine.allocators.values(), strict=True)

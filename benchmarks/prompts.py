@@ -1,18 +1,18 @@
-"""Prompts: where the gradient of a prompt lives, and what the estimators see of it.
+"""Prompts: geometry of the gradients of a prompt, and quality of their estimates.
 
 The bundled CLIP on its hazy shots, with the settings of `flops tune`. Along a run of
-backpropagation, looked at after every epoch:
+backpropagation, after every epoch:
 
-- spread: mean squared length of the points' gradients over that of their mean. Noise that every
-  point draws for itself is paid for by the former, and only the latter is wanted.
-- dimensions: how many directions hold 95 % of the points' energy (of 704).
-- stale: share of the points' energy in the best 15 directions of 8 steps before.
-- moved: change of the Jacobians of the points' logits since an epoch before, over their energy.
+- spread: mean squared norm of the per-point gradients over that of their mean. The variance of
+  per-point noise grows with the former; the signal is the latter.
+- dimensions: number of directions with 95 % of the energy of the per-point gradients (of 704).
+- stale: share of that energy in the 15 leading directions of 8 steps before.
+- moved: change of the Jacobians of the logits over one epoch, relative to their energy.
 
-And along runs of likelihood ratio (isotropic; with a learned allocation; shaped by losses alone;
-shaped with Jacobian memory): the cosine to the exact gradient of the batch, how much of that
-gradient's length the estimate has along it, the explained variance, and V, the summed variance of
-isotropic draws with the method's counts over that with equal ones ("least": with the best counts).
+And along runs of likelihood ratio (isotropic; with a learned allocation; shaped by losses only;
+shaped with Jacobian memory): the cosine to the exact gradient of the batch, the length of the
+estimate along that gradient relative to it, the explained variance, and V, the total variance of
+isotropic draws with the method's counts over that with equal counts ("least": optimal counts).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES = ("isotropic", "allocated", "shaped", "jacobian memory")
 
 
 def objective() -> tuple[LocalObjective, Tensor]:
-    """The model in this process, and the training points."""
+    """The objective on a local model, and the training points."""
     model, shots = PromptedClip.load(), few_shots()
     space = PromptSpace(model.text_width, model.image_width, 12, 10, 32, 32)
     images = model.prepare(shots.pixels)
@@ -48,13 +48,13 @@ def objective() -> tuple[LocalObjective, Tensor]:
 
 
 def gradients(local: LocalObjective, z: Tensor, points: Tensor) -> Tensor:
-    """Of every point's loss, shape (n, d)."""
+    """Gradient of every point's loss, shape (n, d)."""
     rows = z.detach().expand(len(points), -1).clone().requires_grad_()
     return torch.autograd.grad(local.losses(rows, points).sum(), rows)[0]
 
 
 def jacobians(local: LocalObjective, z: Tensor, points: Tensor) -> Tensor:
-    """Of every point's logits less their mean, shape (n, classes, d)."""
+    """Jacobian of every point's centred logits, shape (n, classes, d)."""
     rows = z.detach().expand(len(points), -1).clone().requires_grad_()
     logits = local.logits(rows, points)
     logits = logits - logits.mean(1, keepdim=True)
@@ -63,7 +63,7 @@ def jacobians(local: LocalObjective, z: Tensor, points: Tensor) -> Tensor:
 
 
 def geometry(local: LocalObjective, train: Tensor) -> dict[str, float]:
-    """Along a run of backpropagation, medians over its epochs but the first two."""
+    """Along a run of backpropagation: medians over its epochs, without the first two."""
     z = local.space.start().requires_grad_()
     optimizer = torch.optim.Adam([z], RATE)
     found: dict[str, list[float]] = {"spread": [], "dimensions": [], "stale": [], "moved": []}
@@ -92,7 +92,7 @@ def geometry(local: LocalObjective, train: Tensor) -> dict[str, float]:
 
 
 def estimates(local: LocalObjective, train: Tensor, name: str, queries: int) -> dict[str, float]:
-    """Along a run of an estimator, means from the third epoch on."""
+    """Along a run of an estimator: means from the third epoch on."""
     start, remembers = local.space.start(), name == "jacobian memory"
     shaping = Shaping() if name in ("shaped", "jacobian memory") else None
     asked = replace(local, shown=remembers)

@@ -1,11 +1,11 @@
-"""Quality: cosine to the exact gradient for 20 queries per point and group, on the bundled ViT.
+"""Quality: cosine to the exact gradient with 20 queries per point and group, on the bundled ViT.
 
-Every estimator with every allocator (draws that the batch shares need equal counts), isotropic and
-shaped, at two stages of training: after 20 and after 150 steps of backpropagation on the digits.
-Three groups of two layers (first, middle, last third); embeddings and head are groups of their own
-and are not counted. What learns sees 12 batches before it is measured, at the same 20 queries, and
-the model stays as it is; then mean over the thirds and over six further batches, the same for all,
-with the standard deviation over the batches. Ratios are paired by batch.
+Every estimator with every allocator (shared draws need equal counts), isotropic and shaped, at two
+stages of training: after 20 and after 150 steps of backpropagation on the digits. Three groups of
+two layers (first, middle, last third); embeddings and head are separate groups and not counted.
+Allocators and shaped noise are trained on 12 batches first, with the same 20 queries and fixed
+parameters; then mean over the thirds and over six further batches, the same for all, with the
+standard deviation over the batches. Ratios are paired by batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def estimators() -> dict[str, Estimator]:
 
 ALLOCATORS: dict[str, Callable[[], Any]] = {"equal": Equal, "Gaussian": Gaussian, "Neyman": Neyman}
 BASE = "LR, leaf + equal"
-# What must be at least so many times the cosine of leaf LR with equal counts, by stage.
+# Targets: cosine over that of leaf LR with equal counts, by stage.
 TARGETS = {
     "LR, stage, shaped + Gaussian": {"early": 5.0, "near convergence": 10.0},
     "LR, block + Gaussian": {"early": 3.0, "near convergence": 5.0},
@@ -76,14 +76,14 @@ def finetuned(train: Split, steps: int, seed: int = 0) -> nn.Module:
 
 
 def batch(train: Split, seed: int) -> Tensor:
-    """Positions of a random batch."""
+    """Rows of a random batch."""
     return torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:BATCH]
 
 
 def cosines(
     model: Any, train: Split, estimator: Estimator, allocator: Any, warm: int, samples: int
 ) -> Tensor:
-    """Cosine to the exact gradient after some batches to learn from, (samples, thirds)."""
+    """Cosine to the exact gradient after some training batches, (samples, thirds)."""
     fg = ForwardGradient(model, loss_fn, thirds(model, estimator), allocator=allocator)
     learns = not isinstance(allocator, Equal) or getattr(estimator, "shaping", None) is not None
     for step in range(warm if learns else 0):

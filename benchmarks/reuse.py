@@ -1,4 +1,4 @@
-"""Prefix reuse: seconds without / with it, and the forward equivalents of one query.
+"""Prefix reuse: time without over time with it, and the forward equivalents of a query.
 
 Three groups of two layers of the bundled ViT. A query should cost 1, 2/3, 1/3 of a forward pass
 for leaf targets, 5/6, 1/2, 1/6 for block targets and 2/3, 1/3, 0 for stage targets.

@@ -1,8 +1,8 @@
-"""The same gradient from what a user would install or write instead; each step fills ``.grad``.
+"""Gradient estimates of other packages and of a plain MeZO loop; each step fills ``.grad``.
 
-torchzero and torchopt are used as their documentation shows. The plain loop is Algorithm 1 of
-Malladi et al. (MeZO, 2023), with several seeds as in their n-SPSA: parameters are moved in place by
-+eps z, -2 eps z, +eps z with z made anew from the seed each time, and z once more to use the slope.
+torchzero and torchopt are used as documented. The plain loop is Algorithm 1 of Malladi et al.
+(MeZO, 2023), with several seeds as in their n-SPSA: parameters are changed in place by +eps z,
+-2 eps z, +eps z with z regenerated from the seed each time, and once more for the update.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class PlainMezo:
-    """The loop of the paper; with a learning rate it also moves the parameters.
+    """The loop of the paper; with a learning rate it also updates the parameters.
 
     Args:
         model: The model.
-        draws: Seeds in a step, two passes each.
+        draws: Seeds per step, two passes each.
         rate: Learning rate.
     """
 
@@ -40,7 +40,7 @@ class PlainMezo:
 
     @torch.no_grad()
     def __call__(self, x: Tensor, y: Tensor) -> None:
-        slopes = {}
+        derivatives = {}
         for _ in range(self.draws):
             self.seed += 1
             self._move(self.seed, 1)
@@ -48,15 +48,15 @@ class PlainMezo:
             self._move(self.seed, -2)
             below = loss_fn(self.model(x), y).mean()
             self._move(self.seed, 1)
-            slopes[self.seed] = float(above - below) / (2 * EPSILON)
+            derivatives[self.seed] = float(above - below) / (2 * EPSILON)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        for seed, slope in slopes.items():
+        for seed, derivative in derivatives.items():
             torch.manual_seed(seed)
             for parameter in self.parameters:
                 z = torch.randn_like(parameter)
-                parameter.grad.add_(z, alpha=slope / self.draws)  # type: ignore[union-attr]
-                parameter.sub_(self.rate * slope / self.draws * z)
+                parameter.grad.add_(z, alpha=derivative / self.draws)  # type: ignore[union-attr]
+                parameter.sub_(self.rate * derivative / self.draws * z)
 
     def _move(self, seed: int, times: float) -> None:
         torch.manual_seed(seed)
@@ -103,7 +103,7 @@ def torchopt_step(model: nn.Module, draws: int) -> Step:
 
 
 def rivals(model: nn.Module, passes: int) -> dict[str, Step | None]:
-    """Steps of about so many passes of the batch; None for a package that is not installed."""
+    """Steps of about this many passes of the batch; None for a package that is not installed."""
     found: dict[str, Step | None] = {"plain MeZO loop": PlainMezo(model, passes // 2)}
     has = {name: importlib.util.find_spec(name) is not None for name in ("torchzero", "torchopt")}
     for kind in ("MeZO", "SPSA"):
@@ -114,6 +114,6 @@ def rivals(model: nn.Module, passes: int) -> dict[str, Step | None]:
 
 
 def gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """All gradients in one row; what has none counts as zero."""
+    """All gradients as one vector; zero for parameters without one."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     return torch.cat([part.flatten() for part in parts])

@@ -1,14 +1,14 @@
-"""Scale by simulation: one of R processes really runs, and the network is a stated model.
+"""Scale by simulation: one of R processes runs, with a model of the network.
 
-The first of R ranks takes its steps on this machine, with everything that every
-process repeats (the clean pass, noise of the others' draws, what shaped noise learns). Messages
-are not sent: their sizes are counted, and a message of n bytes takes
+The first of R ranks takes its steps on this machine, with everything that every process repeats
+(the clean pass, noise of the others' draws, learning of shaped noise). Messages are not sent: their
+sizes are counted, and a message of n bytes takes
 
     2 ceil(log2 R) * LATENCY + 2 (R - 1) / R * n / BANDWIDTH
 
 as in a ring for long messages and a tree for short ones. The time of a step is that of the process
-plus that of its messages, one after the other. What the others would have found is filled in with
-this process's own values.
+plus that of its messages, without overlap. Results of the other ranks are replaced by copies of
+this rank's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flops import ForwardGradient
 from flops.engine.collectives import Collectives
 from flops.tasks.classification import digits
 
-LATENCY = 50e-6  # seconds, of a data centre's Ethernet through sockets
+LATENCY = 50e-6  # seconds: data centre Ethernet, sockets
 BANDWIDTH = 1.25e9  # bytes per second: 10 Gbit/s
 SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
 WARM, STEPS = 9, 5  # block and stage targets measure Jacobians in the first 8
@@ -36,7 +36,7 @@ WARM, STEPS = 9, 5  # block and stage targets measure Jacobians in the first 8
 
 @dataclass
 class Simulated(Collectives):
-    """The first process of many that are not there."""
+    """Rank 0 of a simulated process group."""
 
     network: float = 0.0
 

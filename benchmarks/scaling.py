@@ -1,8 +1,8 @@
 """Scaling: rows per second of two processes over those of one (one thread each), on one machine.
 
-Every measurement is a run of its own under torchrun: one process with one thread, two processes
-with one thread each, one process with two threads; in turn, several times. All see the same
-batches and take the same steps. "Not slower than two threads" compares with the last of the three.
+Every measurement is a separate run under torchrun: one process with one thread, two processes with
+one thread each, one process with two threads; interleaved, several times. All see the same batches
+and take the same steps. "Not slower than two threads" compares with the last of the three.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run() -> dict[str, Any]:
 
 
 def launch(processes: int, threads: int) -> dict[str, float]:
-    """Rows per second of every method, from processes of their own."""
+    """Rows per second of every method, from separate processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "benchmarks.scaling"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -80,7 +80,7 @@ def launch(processes: int, threads: int) -> dict[str, float]:
 
 
 def work() -> None:
-    """What a process of a measurement does."""
+    """Entry point of a measuring process."""
     dist.init_process_group("gloo")
     train = digits().train
     model = finetuned(train, 60)

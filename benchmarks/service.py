@@ -1,11 +1,10 @@
-"""Load: many clients at once against a real service, beside the model called directly.
+"""Load test: many concurrent clients of a real service, compared with the model called directly.
 
-64 clients ask for rows with prompts of their own for a minute, each as soon as it has its answer.
-The rate of answered rows is compared with the model called directly on the same kind of rows in
-the same fixed batches, without HTTP, ledger or queue, in turn in the same run. The model has one
-thread of torch in both; clients, sockets and disk need another core. By CPU time: all that the
-service's process uses for a row beside what the model alone uses for one, which does not depend
-on what else the machine does.
+64 clients send requests with new prompts for a minute, each as soon as it has its answer. The
+throughput in rows is compared with that of the model called directly on the same kind of rows in
+the same fixed batches, without HTTP, answer store or queue, interleaved in the same run. The model
+has one torch thread in both; clients, sockets and disk need another core. By CPU time: CPU seconds
+per row of the model over those of the service's process, which do not depend on other load.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from flops.tasks.data.fashion import fashion_shots
 from flops.tasks.models.clip import PromptedClip
 
 CLIENTS, SECONDS, ROWS, TOKENS = 64, 60.0, 16, 4
-TURNS = 4  # of the service and the model alone, so that other load meets both
+TURNS = 4  # service and model are interleaved, so that other load affects both
 TEXT_BATCH, IMAGE_BATCH = 8, 32  # the defaults of `flops serve`
 
 
 def body(points: str, model: PromptedClip, rows: int, source: torch.Generator) -> bytes:
-    """A request with prompts that nobody has sent before, so that no cache helps."""
+    """A request with new prompts, so that no cache helps."""
     every = torch.arange(rows)
 
     def prompts(width: int) -> torch.Tensor:
@@ -53,7 +52,7 @@ def body(points: str, model: PromptedClip, rows: int, source: torch.Generator) -
 
 @torch.inference_mode()
 def direct(model: PromptedClip, pixels: torch.Tensor, seconds: float) -> float:
-    """Rows per second of the model alone in fixed batches."""
+    """Rows per second of the model in fixed batches."""
     images = model.prepare(pixels)
     source = torch.Generator().manual_seed(1)
     done, started = 0, time.perf_counter()
@@ -68,13 +67,13 @@ def direct(model: PromptedClip, pixels: torch.Tensor, seconds: float) -> float:
 
 
 class Connection:
-    """Plain HTTP/1.1 on one connection: the clients must not be what is slow here."""
+    """Minimal HTTP/1.1 client, so that clients are not the bottleneck."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def post(self, key: str, body: bytes) -> tuple[int, bytes, bytes]:
-        """Status, head and body of the answer."""
+        """Status, headers and body of the response."""
         head = f"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY}\r\n"
         head += f"Idempotency-Key: {key}\r\nContent-Length: {len(body)}\r\n\r\n"
         self._writer.write(head.encode() + body)
@@ -86,7 +85,7 @@ class Connection:
 async def load(
     port: int, make: list[Callable[[], bytes]], seconds: float, name: str
 ) -> tuple[Counter[str], list[float]]:
-    """All clients at once; answers by status, rows, and seconds of each answer."""
+    """Run all clients; return responses by status, rows, and latencies."""
     seen: Counter[str] = Counter()
     latencies: list[float] = []
     end = time.perf_counter() + seconds
@@ -99,7 +98,7 @@ async def load(
             status, head, content = await connection.post(f"{name}-{number}-{turn}", given)
             latencies.append(time.perf_counter() - started)
             seen[str(status)] += 1
-            if status == 429:  # come back when told
+            if status == 429:  # retry later
                 after = head.partition(b"retry-after: ")[2].partition(b"\r\n")[0]
                 await asyncio.sleep(float(after))
                 continue
@@ -119,7 +118,7 @@ def resident(process: int) -> float:
 
 
 def processor_seconds(process: int) -> float:
-    """Seconds of all cores that a process has used."""
+    """CPU seconds of a process, over all cores."""
     fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -142,7 +141,7 @@ def service(folder: str) -> Iterator[tuple[int, int]]:
 
 
 def measure(clients: int = CLIENTS, seconds: float = SECONDS, rows: int = ROWS) -> dict[str, Any]:
-    """One service under load, in turn with the model alone: rates, ratio, errors and memory."""
+    """A service under load, interleaved with the model: throughput, ratio, errors and memory."""
     model, pixels = PromptedClip.load(), fashion_shots().train.pixels
     torch.set_num_threads(1)
     points = encode({"pixels": pixels})
@@ -179,9 +178,9 @@ def measure(clients: int = CLIENTS, seconds: float = SECONDS, rows: int = ROWS) 
         "ratio": statistics.median(ratios(served, alone)),
         "ratio by CPU time": work[0] / work[1],
         "requests": total["200"],
-        "sent away (429)": total["429"],
+        "rejected (429)": total["429"],
         "errors": sum(n for status, n in total.items() if status not in ("200", "429", "rows")),
-        "paid, not received": unanswered,
+        "charged, not received": unanswered,
         "ms, median": 1e3 * cuts[49],
         "ms, 99 %": 1e3 * cuts[98],
         "MB, first": memory[0],
@@ -190,7 +189,7 @@ def measure(clients: int = CLIENTS, seconds: float = SECONDS, rows: int = ROWS) 
 
 
 def run() -> dict[str, Any]:
-    """The load for a minute, and smaller and larger requests for a third of it."""
+    """One minute of load, and a third of it for smaller and larger requests."""
     return {
         f"{CLIENTS} clients, {ROWS} rows each": measure(),
         f"{CLIENTS} clients, 4 rows each": measure(seconds=SECONDS / 3, rows=4),

@@ -1,8 +1,8 @@
-"""Shaping: what shaped noise adds to a step (B = 64, 20 queries, stage targets).
+"""Shaping: time that shaped noise adds to a step (B = 64, 20 queries, stage targets).
 
-Both engines estimate the same batches in turn, so that whatever else the machine does meets both;
-medians over the steps, after the first isotropic ones. The share of the eigendecompositions is
-their own time over that of a shaped step.
+Both engines estimate the same batches, interleaved, so that other load affects both; medians over
+the steps, after the first isotropic ones. The share of the eigendecompositions is their time over
+that of a shaped step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM, STEPS, REPEATS = 10, 30, 3
 
 @contextmanager
 def timed_eigh() -> Iterator[list[float]]:
-    """Count the seconds spent in eigendecompositions."""
+    """Measure the time spent in eigendecompositions."""
     seconds, original = [0.0], torch.linalg.eigh
 
     def eigh(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def timed_eigh() -> Iterator[list[float]]:
 
 
 def steps(model: Any, seed: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of isotropic and shaped steps, in turn, and of the eigendecompositions."""
+    """Seconds of isotropic and shaped steps, interleaved, and of the eigendecompositions."""
     train = digits().train
     isotropic, shaped = (
         ForwardGradient(

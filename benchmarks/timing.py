@@ -1,4 +1,4 @@
-"""Interleaved timing: what is compared runs in turn, so that other load meets all alike."""
+"""Interleaved timing, so that other load affects all cases equally."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def interleaved(
     runs: Mapping[str, Callable[[], Any]], repeats: int, warm: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each, once in every repeat; each goes first in turn. Warm-ups are not counted."""
+    """Seconds of each case, once per repeat, in rotating order. Warm-ups are not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for repeat in range(warm + repeats):
@@ -25,7 +25,7 @@ def interleaved(
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Median and half the distance of the quartiles, which one disturbed repeat does not move."""
+    """Median and half the interquartile range, robust to single disturbed repeats."""
     if len(values) < 2:
         return statistics.median(values), 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -33,5 +33,5 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Ratio in each repeat."""
+    """Ratio per repeat."""
     return [a / b for a, b in zip(over, under, strict=True)]

@@ -1,8 +1,8 @@
-"""One training step of a full-size ViT-base: time and peak memory beside backpropagation's.
+"""One training step of a full-size ViT-base: time and peak memory, compared with backpropagation.
 
 Random weights, 224 pixels, a batch of 2, 2 queries, the paper's groups and sigmas. Every method
-runs in a process of its own; memory is the peak of the process over that with the model loaded and
-one forward pass done, so it is what the training step adds: gradients, activations and noise.
+runs in a separate process; memory is the peak of the process over that with the model loaded and
+one forward pass done: gradients, activations and noise of the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ print(json.dumps({
 
 
 def run() -> dict[str, Any]:
-    """One process for each method."""
+    """One process per method."""
     found = {}
     for name in METHODS:
         command = [sys.executable, "-c", CHILD, name, str(BATCH), str(QUERIES)]

@@ -1,11 +1,11 @@
-"""A black box over HTTP without torch: a heated house, 15 minutes at a time, for 12 days.
+"""A black box over HTTP without torch: heating of a house, simulated in steps of 15 minutes.
 
-POST / with {"parameters": [[..4 numbers..], ..], "points": [day, ..]} answers {"losses": [..]}:
-what heating costs on that day with that controller, cold hours and wear included. The heater
-switches on and off, and an hour is cold or not, so there is no useful derivative anywhere.
+POST / with {"parameters": [[..4 numbers..], ..], "points": [day, ..]} returns {"losses": [..]}: the
+cost of heating on each of 12 days with that controller, including cold hours and wear. The heater
+switches on and off, and an hour is cold or not, so there is no useful derivative.
 
-An answer is stored under the request's Idempotency-Key, and a repeat is free. Every tenth answer is
-dropped, as networks do. GET / returns how many rows were computed.
+A response is stored under the request's Idempotency-Key, and a repeat is free. Every tenth response
+is dropped, to simulate a network failure. GET / returns the number of computed rows.
 """
 
 import json
@@ -38,10 +38,10 @@ def cost_of_a_day(controller: list[float], day: int) -> float:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Requests in JSON, answers in JSON."""
+    """Requests and responses in JSON."""
 
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # head and body in one packet
+    wbufsize = -1  # headers and body in one packet
 
     def do_POST(self) -> None:
         global computed
@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Do not log."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fine-tune a vision transformer on digits with forward passes only: no backward, anywhere."""
+"""Fine-tune a vision transformer on digits with forward passes only, without backward."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Captions for Fashion-MNIST and a tokenizer of their words, to pretrain the bundled CLIP with."""
+"""Captions for Fashion-MNIST and a tokenizer, for pretraining the bundled CLIP."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD
 from flops.tasks.data.fashion import CLASSES
 
 START, END = "<|startoftext|>", "<|endoftext|>"
-VOCABULARY = 768  # at most; 256 bytes, and merges until the captions' words are whole
+VOCABULARY = 768  # upper bound; 256 bytes, and merges until all words of captions are tokens
 
-# Captions: a template, a name of the class, and often a shade, so that the words carry something.
+# Captions: a template, a name of the class, and often a shade, so that words are informative.
 SYNONYMS = {
     "t-shirt": ["tee", "t-shirt top", "short sleeved top"],
     "trousers": ["pants", "slacks", "pair of trousers"],
@@ -29,8 +29,10 @@ SYNONYMS = {
     "bag": ["handbag", "purse", "shoulder bag"],
     "ankle boot": ["boot", "bootie", "high boot"],
 }
-NAMES = [[name, name, *SYNONYMS[name]] for name in CLASSES]  # the name itself twice as often
-SHADES = ["dark", "grey", "light", ""]  # of the garment's mean pixel, in thirds; "" is not said
+NAMES = [
+    [name, name, *SYNONYMS[name]] for name in CLASSES
+]  # the name twice as often as each synonym
+SHADES = ["dark", "grey", "light", ""]  # of the garment's mean pixel, in thirds; "" for none
 TEMPLATES = [
     "a photo of a {}.",
     "a photo of the {}.",
@@ -55,7 +57,7 @@ def captions() -> list[list[str]]:
 
 
 def new_tokenizer(positions: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the captions, in which their words end up whole."""
+    """Train a byte-level BPE on the captions; every word becomes one token."""
     core = Tokenizer(models.BPE())
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -88,7 +90,7 @@ def caption_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 
 def shades(images: Tensor) -> Tensor:
-    """Return the shade of each garment: the third in which its mean pixel lies."""
+    """Return the shade of each garment, by its mean pixel."""
     pixels = images * IMAGE_STD + IMAGE_MEAN
     inside = (pixels > 0.05).float()
     mean = (pixels * inside).sum((1, 2, 3)) / inside.sum((1, 2, 3)).clamp(min=1)
@@ -101,8 +103,8 @@ def draw_captions(
     """Draw a caption for each image, half of the time with its shade.
 
     Returns:
-        The captions' tokens, and which captions fit which images, (image, caption): those of the
-        same class that say the image's shade or none.
+        The captions' tokens, and which captions match which images, (image, caption): those of the
+        same class with the image's shade or none.
     """
     silent, count = len(SHADES) - 1, len(labels)
     told = torch.rand(count, generator=generator) < 0.5

@@ -1,8 +1,8 @@
 """Write the bundled vision transformer as a model of RGB images, to fine-tune on photos.
 
-Its weights for one grey channel are shared out to red, green and blue by their part in grey (as
-Pillow mixes them), so the new model does with a photo what the bundled one does with its grey copy.
-Training can then tell colours apart. Nothing is pretrained anew.
+The weights of its grey channel are distributed over red, green and blue with Pillow's luminance
+coefficients, so the output for a photo equals that of the bundled model for its grey copy. Training
+can then use colour. Nothing is pretrained again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write; must not exist yet")
     folder = parser.parse_args().folder
     if folder.exists():
-        parser.error(f"{folder} exists; give a new folder, or use this one")
+        parser.error(f"{folder} exists; choose a new folder, or use this one")
     logging.disable_progress_bar()
     colour_vit().save_pretrained(folder)
     text = json.dumps(preprocessor(FORMAT), indent=2) + "\n"

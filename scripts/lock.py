@@ -1,8 +1,8 @@
-"""Write constraints.txt: one version of everything that `make demo` and `make test` install.
+"""Write constraints.txt: pinned versions of everything that `make demo` and `make test` install.
 
-uv resolves the ranges of pyproject.toml for all systems and for Python 3.11 and newer at once, and
-says with markers where versions differ. What the CUDA builds of torch pull in is left out: which
-build of torch is taken, and so which of these, is for the machine to say.
+uv resolves the ranges of pyproject.toml for all systems and for Python 3.11 and newer at once, with
+markers where versions differ. Dependencies of the CUDA builds of torch are omitted: they depend on
+the build that a machine uses.
 
 Run it with `make lock`.
 """
@@ -18,17 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
 PYTHON = "3.11"  # the oldest that pyproject.toml allows
-TOOLS = "pip\nhatchling\n"  # what installs and builds the package
+TOOLS = "pip\nhatchling\n"  # to install and build the package
 OF_CUDA = re.compile(r"(nvidia|cuda)-|triton\b")
 HEADER = """\
-# One version of everything that `make demo` and `make test` install, for pip's `-c`. Made by
-# `make lock` from the ranges of pyproject.toml; change those, not this. torch is the version that
-# the figures of the docs were measured with.
+# Pinned versions of everything that `make demo` and `make test` install, for pip's `-c`. Generated
+# by `make lock` from the ranges of pyproject.toml; edit those, not this file. torch is the version
+# that the numbers in the docs were measured with.
 """
 
 
 def resolve() -> str:
-    """Pins of all extras, of the tools of development and of what builds the package."""
+    """Pins of all extras, development tools and build requirements."""
     with tempfile.TemporaryDirectory() as scratch:
         tools, torch = Path(scratch) / "tools.in", Path(scratch) / "torch.txt"
         tools.write_text(TOOLS, encoding="utf-8")
@@ -43,10 +43,10 @@ def resolve() -> str:
 
 
 def pins(resolved: str) -> list[str]:
-    """The lines to keep: neither of CUDA, nor of the browser, nor of one build of a package.
+    """The lines to keep: without CUDA packages, browser markers and build tags.
 
     Raises:
-        ValueError: A line is no pin of a version that an index has.
+        ValueError: A line is not a pin of a released version.
     """
     kept = []
     for line in resolved.splitlines():

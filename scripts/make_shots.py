@@ -1,4 +1,4 @@
-"""Choose the images of Fashion-MNIST that ship with the package, for tuning prompts."""
+"""Select the images of Fashion-MNIST that ship with the package, for prompt tuning."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "fashion"
 CLASSES = 10
-SHOTS = {"train": 16, "validation": 16, "test": 100}  # images a class
+SHOTS = {"train": 16, "validation": 16, "test": 100}  # images per class
 
 CARD = """\
 # fashion
 
 {total:,} images of Fashion-MNIST, 28x28 bytes each, as published: `shots.npz` holds `train` and
-`validation` ({train} and {validation} a class, from the training set) and `test` ({test} a class,
-from the test set), each (N, 28, 28). Row i is of class i % 10. `scripts/make_shots.py` chose them:
-the first of each class in the splits of `flops.tasks.data.fashion_mnist`, whose order is random
-and fixed for the training set. `flops.tasks.data.fashion.fashion_shots` reads them.
+`validation` ({train} and {validation} per class, from the training set) and `test` ({test} per
+class, from the test set), each (N, 28, 28). Row i is of class i % 10. `scripts/make_shots.py`
+selected them: the first of each class in the splits of `flops.tasks.data.fashion_mnist`, whose
+order is random and fixed for the training set. `flops.tasks.data.fashion.fashion_shots` reads them.
 
 [Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist): H. Xiao, K. Rasul, R. Vollgraf:
 Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms, 2017,
-arXiv:1708.07747. Its licence, which holds for these images:
+arXiv:1708.07747. Its licence, which applies to these images:
 
 The MIT License (MIT)
 
@@ -51,18 +51,18 @@ CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser; its help is the script's manual."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(description=f"{__doc__} Writes shots.npz and README.md.")
     data = "folder with the four idx .gz files of Fashion-MNIST (%(default)s)"
     add = parser.add_argument
     add("--data", type=Path, default=FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
-    out = "where to write (the package's own assets, which are replaced)"
+    out = "output folder (default: the assets of the package, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
     return parser
 
 
 def first_of_each(labels: Tensor, shots: int) -> Tensor:
-    """Return the rows of the first `shots` points of each class, the classes taking turns."""
+    """Return the rows of the first `shots` points of each class; classes alternate."""
     rows = [torch.nonzero(labels == label).squeeze(1)[:shots] for label in range(CLASSES)]
     if short := [label for label, found in enumerate(rows) if len(found) < shots]:
         raise ValueError(f"need {shots} images of each class, there are fewer of classes {short}")

@@ -1,12 +1,12 @@
 """Mutation testing: change one operator, constant or statement at a time, and see if a test fails.
 
-Each mutant is made in a copy of the package and run against the tests that mirror its file: first
-those named after it, then the others of `TESTS`. Tests that fail without any change are left out,
-and named in the report. A mutant that no test catches stands in ``runs/mutants/report.md`` with
-its diff: it wants a test, or shows that the code says the same in two ways.
+Each mutant is applied to a copy of the package and run against the tests that mirror its file:
+first those named after it, then the others of `TESTS`. Tests that fail without any change are
+skipped, and listed in the report. A mutant that no test catches is in ``runs/mutants/report.md``
+with its diff: it needs a test, or the code is redundant there.
 
-Results are kept as they come; the next run goes on where this one stopped, and makes a mutant anew
-only if its file has changed.
+Results are saved as they come; the next run resumes, and repeats a mutant only if its file has
+changed.
 
     python scripts/mutants.py --sample 60 --seed 0
     python scripts/mutants.py --files src/flops/estimators/variance.py
@@ -63,7 +63,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Pow: ast.Mult,
     ast.MatMult: ast.Mult,
 }
-# Their parts change no result: types, messages, decorators.
+# Not mutated, since they do not affect results: types, messages, decorators.
 SKIPPED = (ast.JoinedStr, ast.Raise, ast.Import, ast.ImportFrom)
 
 
@@ -81,7 +81,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Names this change of this version of the file."""
+        """Identifies the change and the version of the file."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
     def applied(self, source: bytes) -> bytes:
@@ -89,7 +89,7 @@ class Mutant:
         return source[: self.start] + self.new.encode() + source[self.end :]
 
     def diff(self) -> str:
-        """What changed."""
+        """The change as a diff."""
         old = (ROOT / self.file).read_bytes()
         before, after = old.decode().splitlines(), self.applied(old).decode().splitlines()
         return "\n".join(list(difflib.unified_diff(before, after, lineterm="", n=0))[2:])
@@ -97,7 +97,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant: caught, survived or timed out, and the test that caught it."""
+    """Outcome of a mutant: caught, survived or timed out, and the test that caught it."""
 
     name: str
     outcome: str
@@ -117,7 +117,7 @@ class Finder:
             self._starts.append(self._starts[-1] + len(line))
 
     def find(self) -> list[Mutant]:
-        """In the order of the file."""
+        """All mutants in the order of the file."""
         return list(self._walk(ast.parse(self._source)))
 
     def _walk(self, node: ast.AST) -> Iterator[Mutant]:
@@ -171,7 +171,7 @@ class Finder:
 
 
 class Copy:
-    """A copy of the package that mutants are made in, and the tests that run on it."""
+    """A copy of the package for mutants, and the tests that run on it."""
 
     def __init__(self, folder: Path, limit: float) -> None:
         self._folder, self._limit = folder, limit
@@ -203,7 +203,7 @@ class Copy:
         return Result(mutant.name, outcome, round(time.monotonic() - started, 1), by)
 
     def _baseline(self, tests: list[str]) -> tuple[list[str], float]:
-        """Tests that fail anyway, and how long they all take."""
+        """Tests that fail without a change, and the time of all tests."""
         key = tuple(tests)
         if key not in self._broken:
             started = time.monotonic()
@@ -284,7 +284,7 @@ def report(mutants: list[Mutant], results: dict[str, Result], broken: list[str])
     counts = ", ".join(f"{len(by[kind])} {kind}" for kind in OUTCOMES)
     lines += [f"{len(done)} of {len(mutants)} mutants run: {counts}.", ""]
     if broken:
-        lines += ["Left out, for they fail without any change:", ""]
+        lines += ["Skipped, since they fail without any change:", ""]
         lines += [*(f"- `{test}`" for test in broken), ""]
     for kind in ("survived", "timed out"):
         lines += [f"## {kind.capitalize()}", ""] if by[kind] else []
@@ -297,12 +297,14 @@ OUTCOMES = ("caught", "survived", "timed out")
 
 
 def options() -> argparse.Namespace:
-    """What was asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--files", nargs="*", default=None, help="source files; default: all")
     parser.add_argument("--sample", type=int, default=None, help="how many; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of a test run, at most")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument(
+        "--limit", type=float, default=600, help="time limit of a test run in seconds"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/mutants"), help="folder")
     return parser.parse_args()
 

@@ -1,7 +1,6 @@
 """Pretrain the bundled tiny CLIP on Fashion-MNIST with made-up captions, by backpropagation.
 
-The model is what prompt tuning starts from: it must be frozen, pretrained and fast, and small
-enough to ship with the package.
+The frozen model for prompt tuning: pretrained, fast, and small enough to ship with the package.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from flops.tasks.data.fashion import CLASSES
 from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-clip"
-SHOTS = 16  # a class, the first of train and of validation: they ship with the package, unseen here
+SHOTS = 16  # per class, the first of train and validation: they ship with the package, unseen here
 IMAGE_SIZE, POSITIONS = 28, 48
 
 CARD = """\
@@ -57,13 +56,13 @@ its captions, and nothing else.
 
 Contrastively, by backpropagation, on {train:,} training images of Fashion-MNIST, with
 {validation:,} others held out for validation. The {shots} images that ship with the package to
-tune prompts on and to validate them are in neither. Each time an image is seen it gets a caption
-made of a template, a name of its class or a synonym, and half of the time its shade (dark, grey or
-light). A caption of the batch counts as right for an image if it says the same class and no other
-shade, and the targets are uniform over those. Epochs: {epochs}, of AdamW with batches of {batch};
-the learning rate warms up to {learning_rate:g} and falls as a cosine; weight decay
+tune prompts on and to validate them are in neither. At each visit an image gets a random caption
+from a template, a name of its class or a synonym, and half of the time its shade (dark, grey or
+light). A caption of the batch is a positive for an image if it has the same class and no other
+shade, and the targets are uniform over the positives. Epochs: {epochs}, of AdamW with batches of
+{batch}; the learning rate warms up to {learning_rate:g} and falls as a cosine; weight decay
 {weight_decay:g}. The images are shifted at random, by at most one pixel, and mirrored. The last
-epoch's weights are kept.
+epoch's weights are used.
 
 ```
 {command}
@@ -80,7 +79,7 @@ Zero-shot, with "a photo of a {{}}." and the names
 | images | accuracy |
 |---|---|
 | validation ({validation:,}) | {validation_accuracy} |
-| test ({test:,}, measured after training, used for no choice) | {test_accuracy} |
+| test ({test:,}, evaluated after training, not used for any choice) | {test_accuracy} |
 
 ## Data
 
@@ -91,7 +90,7 @@ Machine Learning Algorithms, 2017, arXiv:1708.07747. No image of it is part of t
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser; its help is the script's manual."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nWrites config.json, model.safetensors, preprocessor_config.json, "
         "the tokenizer's\nfiles and README.md, the files of a Hugging Face model.",
@@ -106,21 +105,21 @@ def command_line() -> argparse.ArgumentParser:
     debian = "the default is where the Debian package dataset-fashion-mnist puts them (%(default)s)"
     data = f"folder with the four idx .gz files of Fashion-MNIST; {debian}"
     add("--data", type=Path, default=FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
-    out = "where to write the model (the package's own assets, which are replaced)"
+    out = "output folder (default: the assets of the package, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
     add("--epochs", type=positive, default=8, help="passes over the training set (%(default)s)")
     add("--batch", type=positive, default=128, help="images per step (%(default)s)")
-    add("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
-    add("--weight-decay", type=float, default=0.05, help="of AdamW (%(default)s)")
-    add("--seed", type=int, default=0, help="of weights, order and captions (%(default)s)")
-    add("--limit", type=positive, metavar="N", help="use N images of each split, for a quick trial")
-    trial = "leave the test set alone, for trials of settings: validation accuracy decides those"
+    add("--learning-rate", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    add("--weight-decay", type=float, default=0.05, help="weight decay of AdamW (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights, order and captions (%(default)s)")
+    add("--limit", type=positive, metavar="N", help="use N images of each split, for quick runs")
+    trial = "do not evaluate on the test set; choose settings by validation accuracy"
     add("--skip-test", action="store_true", help=trial)
     return parser
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
-    """Return the untrained model, drawn from torch's global generator."""
+    """Return the untrained model, initialised from torch's global generator."""
     width = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     text = {
         "vocab_size": len(tokenizer),
@@ -136,7 +135,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
 
 
 def without_shots(split: Split, limit: int | None) -> Split:
-    """Leave out the first images of each class, which `make_shots.py` takes."""
+    """Drop the first images of each class, which `make_shots.py` selects."""
     kept = torch.ones(len(split), dtype=torch.bool)
     for label in range(len(CLASSES)):
         kept[torch.nonzero(split.labels == label).squeeze(1)[:SHOTS]] = False
@@ -144,7 +143,7 @@ def without_shots(split: Split, limit: int | None) -> Split:
 
 
 def crop(images: Tensor) -> Tensor:
-    """Cut off the border that `fashion_mnist` adds."""
+    """Crop the border that `fashion_mnist` adds."""
     return images[:, :, 2:-2, 2:-2]
 
 
@@ -158,7 +157,7 @@ def train(
     """Train in place, and print the validation accuracy after every epoch.
 
     The loss is CLIP's, the mean of the cross-entropies over rows and over columns of the logits,
-    with targets uniform over all captions that fit an image: with ten classes, a batch has many.
+    with targets uniform over all matching captions of an image: with ten classes, a batch has many.
     """
     generator = torch.Generator().manual_seed(arguments.seed)
     optimizer = torch.optim.AdamW(
@@ -200,7 +199,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, split: Split) -> float:
-    """Return the zero-shot accuracy with the first template and the classes' own names."""
+    """Return the zero-shot accuracy with the first template and the class names."""
     texts = [TEMPLATES[0].format(name) for name in CLASSES]
     tokens = tokenizer(texts, padding=True, return_tensors="pt").input_ids
     right = 0
@@ -216,14 +215,16 @@ def write(
     data: Splits,
     arguments: argparse.Namespace,
 ) -> tuple[str, str]:
-    """Measure, write the model, its preprocessing and its card; return (validation, test)."""
+    """Evaluate, write model, preprocessing and card; return (validation, test)."""
     measured = [data.validation] if arguments.skip_test else [data.validation, data.test]
     accuracies = [f"{accuracy(model, tokenizer, split):.2%}" for split in measured]
     validation_accuracy, test_accuracy = [*accuracies, "not measured"][:2]
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
-    (arguments.out / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+    (arguments.out / "model.safetensors").chmod(
+        0o644
+    )  # safetensors makes it readable by its owner only
     preprocessor = {
         "image_processor_type": "CLIPImageProcessor",
         "do_resize": True,
@@ -240,7 +241,7 @@ def write(
     text = json.dumps(preprocessor, indent=2) + "\n"
     (arguments.out / "preprocessor_config.json").write_text(text, encoding="utf-8")
 
-    # no folders in the card: they would be those of whoever made it
+    # no folders in the card: they would be those of its author
     command = "python scripts/pretrain_clip.py"
     for name in ("epochs", "batch", "learning_rate", "weight_decay", "seed", "limit"):
         value = getattr(arguments, name)
@@ -275,13 +276,13 @@ def main() -> None:
     parser = command_line()
     arguments = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True)
-    # One thread: sums come in the same order whatever the machine's load, so runs repeat bitwise.
+    # One thread: the order of summation is fixed, so runs are bitwise reproducible.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(arguments.seed)
     try:
         data = fashion_mnist(arguments.data)
-        arguments.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
+        arguments.out.mkdir(parents=True, exist_ok=True)  # fail early, not after training
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     unseen = (without_shots(split, arguments.limit) for split in (data.train, data.validation))

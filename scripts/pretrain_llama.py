@@ -1,7 +1,7 @@
 """Pretrain the bundled tiny language model on captions, by ordinary backpropagation.
 
-It is what `flops align` speaks with by default: a Llama small enough to ship with the package. It
-reads texts alone and never sees an image: what a picture looks like, the adapter has to tell it.
+The default language model of `flops align`: a Llama small enough to ship with the package. It is
+trained on texts only, never on images.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flops.tasks.data.captions import INSTRUCTION, TEMPLATES, noun
 from flops.tasks.data.images import FASHION_CLASSES
 
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-llama"
-# Things beside the garments of Fashion-MNIST, so that the model does not speak of ten classes only.
+# Nouns besides the garments of Fashion-MNIST, so that captions are not limited to ten classes.
 OTHERS = """hat scarf glove sock belt jacket skirt sweater jersey vest suit tie slipper boot heel
 backpack purse wallet umbrella watch ring necklace cap hood robe apron blouse cardigan blazer jeans
 cat dog bird horse fish tree flower house car boat plane train cup table chair lamp book ball"""
@@ -42,18 +42,18 @@ pipeline_tag: text-generation
 # tiny-llama
 
 A language model of Llama's architecture of {parameters:,} parameters in float32, for trying to
-align it with an image encoder on a CPU. It knows {words} words and speaks in captions; it is a part
-of experiments and tests, and good for nothing else.
+align it with an image encoder on a CPU. It knows {words} words and generates captions; it is
+meant for experiments and tests only.
 
 - Model: {layers} layers, {width} channels, {heads} heads, {inner} channels inside the MLP.
-- Texts: captions of {nouns} things in {templates} templates, alone, two of the same thing one after
-  the other, or after an instruction and the thing's name: `{instruction} bag a photo of a bag.`
-  It never saw an image, and no text comes from elsewhere.
+- Texts: captions of {nouns} nouns in {templates} templates, alone, two of the same noun in
+  sequence, or after an instruction and the noun: `{instruction} bag a photo of a bag.`
+  No images and no other texts were used.
 
 ## Training
 
-Backpropagation with AdamW: {steps} steps of {batch} texts made at random; the learning rate warms
-up to {learning_rate:g} and falls as a cosine. The last step's weights are kept.
+Backpropagation with AdamW: {steps} steps of {batch} random texts; the learning rate warms
+up to {learning_rate:g} and falls as a cosine. The last step's weights are used.
 
 ```
 {command}
@@ -62,18 +62,18 @@ up to {learning_rate:g} and falls as a cosine. The last step's weights are kept.
 The same command on the same machine with the same versions gives the same weights, bit for bit.
 Made with torch {torch} and transformers {transformers}, on one CPU thread.
 
-Loss per token on 2,000 fresh texts: {loss:.4f}; the least there can be is the entropy of how the
-texts are drawn, {least:.4f}.
+Loss per token on 2,000 new texts: {loss:.4f}; the lower bound is the entropy of the
+distribution of texts, {least:.4f}.
 """
 
 
 def nouns() -> list[str]:
-    """All things, with their articles."""
+    """All nouns, with their articles."""
     return [noun(name) for name in (*FASHION_CLASSES, *OTHERS.split())]
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word; full stops and colons stand alone."""
+    """One token per word; full stops and colons are separate tokens."""
     words = " ".join([*TEMPLATES, INSTRUCTION, *nouns()]).replace("{}", " ")
     for mark in ".:":
         words = words.replace(mark, f" {mark} ")
@@ -93,7 +93,7 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_model(vocabulary: int) -> LlamaForCausalLM:
-    """The untrained model, drawn from torch's global generator."""
+    """The untrained model, initialised from torch's global generator."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -112,7 +112,7 @@ def new_model(vocabulary: int) -> LlamaForCausalLM:
 
 
 class Texts:
-    """Texts drawn at random, as tokens."""
+    """Random texts, as tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> None:
         def tokens(text: str) -> list[int]:
@@ -142,13 +142,13 @@ class Texts:
         return int(torch.randint(count, (), generator=self._generator))
 
     def entropy(self) -> float:
-        """Nats of a text: kind, thing and templates; what follows from these costs nothing."""
+        """Entropy of a text in nats: kind, noun and templates; the rest is deterministic."""
         things, templates = math.log(len(self._names)), math.log(len(TEMPLATES))
         return math.log(3) + things + 4 / 3 * templates
 
 
 def losses(model: LlamaForCausalLM, texts: Tensor) -> Tensor:
-    """Loss of every token but the first, the padding's ignored."""
+    """Loss of every token but the first, without padding."""
     wanted = texts[:, 1:].masked_fill(texts[:, 1:] == PAD, IGNORED)
     logits = model(texts[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
@@ -165,7 +165,7 @@ def schedule(step: int, steps: int) -> float:
 def train(
     model: LlamaForCausalLM, texts: Texts, given: argparse.Namespace, console: Console
 ) -> None:
-    """Train in place, and print the loss now and then."""
+    """Train in place, and print the loss periodically."""
     optimizer = torch.optim.AdamW(model.parameters(), given.learning_rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: schedule(s, given.steps))
     model.train()
@@ -190,14 +190,16 @@ def write(
     texts: Texts,
     given: argparse.Namespace,
 ) -> float:
-    """Measure, and write model, tokenizer and card."""
+    """Evaluate, and write model, tokenizer and card."""
     fresh = texts.draw(2000)
     count = int((fresh[:, 1:] != PAD).sum())
     with torch.inference_mode():
         loss = float(losses(model, fresh).sum()) / count
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(given.out)
-    (given.out / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+    (given.out / "model.safetensors").chmod(
+        0o644
+    )  # safetensors makes it readable by its owner only
     tokenizer.save_pretrained(given.out)
     command = "python scripts/pretrain_llama.py"
     for name in ("steps", "batch", "learning_rate", "seed"):
@@ -229,7 +231,7 @@ def write(
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser; its help is the script's manual."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nWrites the files of a Hugging Face model with its tokenizer.",
         epilog="examples:\n"
@@ -240,12 +242,12 @@ def command_line() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    out = "where to write the model (the package's own assets, which are replaced)"
+    out = "output folder (default: the assets of the package, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
     add("--steps", type=int, default=2000, help="steps of training (%(default)s)")
     add("--batch", type=int, default=128, help="texts per step (%(default)s)")
-    add("--learning-rate", type=float, default=3e-3, help="peak of the schedule (%(default)s)")
-    add("--seed", type=int, default=0, help="of weights and texts (%(default)s)")
+    add("--learning-rate", type=float, default=3e-3, help="peak learning rate (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and texts (%(default)s)")
     return parser
 
 
@@ -256,7 +258,7 @@ def main() -> None:
     if given.steps < 1 or given.batch < 1:
         parser.error("steps and batch must be at least 1")
     console = Console(highlight=False, soft_wrap=True)
-    # One thread: sums come in the same order whatever the machine's load, so runs repeat bitwise.
+    # One thread: the order of summation is fixed, so runs are bitwise reproducible.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(given.seed)

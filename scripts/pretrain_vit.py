@@ -1,7 +1,7 @@
 """Pretrain the bundled tiny vision transformer on Fashion-MNIST, by ordinary backpropagation.
 
-The model is what the vision task starts from: forward-only fine-tuning needs pretrained weights,
-and these are small enough to ship with the package.
+The start model of the vision task: forward-only fine-tuning needs pretrained weights, and these are
+small enough to ship with the package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 ASSET = Path(__file__).resolve().parents[1] / "src" / "flops" / "tasks" / "assets" / "tiny-vit"
 CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"]
 CLASSES += ["Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
-SHIFT = 1  # pixels; the padding is an empty border of two, so a cyclic shift wraps nothing around
+SHIFT = 1  # pixels; the border of two is empty, so a cyclic shift loses nothing
 
 CARD = """\
 ---
@@ -55,7 +55,7 @@ good classifier of garments.
 Backpropagation on {train:,} training images of Fashion-MNIST, with {validation:,} other training
 images held out for validation. Epochs: {epochs}, of AdamW with batches of {batch}; the learning
 rate warms up to {learning_rate:g} and falls as a cosine; weight decay {weight_decay:g}. The images
-are shifted at random, by at most {shift} pixel, and mirrored. The last epoch's weights are kept.
+are shifted at random, by at most {shift} pixel, and mirrored. The last epoch's weights are used.
 
 ```
 {command}
@@ -69,7 +69,7 @@ Made with torch {torch} and transformers {transformers}, on one CPU thread.
 | images | accuracy |
 |---|---|
 | validation ({validation:,}) | {validation_accuracy} |
-| test ({test:,}, measured after training, used for no choice) | {test_accuracy} |
+| test ({test:,}, evaluated after training, not used for any choice) | {test_accuracy} |
 
 ## Data
 
@@ -80,7 +80,7 @@ Machine Learning Algorithms, 2017, arXiv:1708.07747. No image of it is part of t
 
 
 def positive(text: str) -> int:
-    """Parse a command line argument that counts something."""
+    """Parse a positive integer."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -88,7 +88,7 @@ def positive(text: str) -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser; its help is the script's manual."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nWrites config.json, model.safetensors, preprocessor_config.json "
         "and README.md,\nthe files of a Hugging Face model.",
@@ -103,21 +103,21 @@ def command_line() -> argparse.ArgumentParser:
     debian = "the default is where the Debian package dataset-fashion-mnist puts them (%(default)s)"
     data = f"folder with the four idx .gz files of Fashion-MNIST; {debian}"
     add("--data", type=Path, default=FASHION_MNIST_FOLDER, metavar="FOLDER", help=data)
-    out = "where to write the model (the package's own assets, which are replaced)"
+    out = "output folder (default: the assets of the package, which are replaced)"
     add("--out", type=Path, default=ASSET, metavar="FOLDER", help=out)
     add("--epochs", type=positive, default=12, help="passes over the training set (%(default)s)")
     add("--batch", type=positive, default=128, help="images per step (%(default)s)")
-    add("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
-    add("--weight-decay", type=float, default=0.05, help="of AdamW (%(default)s)")
-    add("--seed", type=int, default=0, help="of weights, order and augmentation (%(default)s)")
-    add("--limit", type=positive, metavar="N", help="use N images of each split, for a quick trial")
-    trial = "leave the test set alone, for trials of settings: validation accuracy decides those"
+    add("--learning-rate", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    add("--weight-decay", type=float, default=0.05, help="weight decay of AdamW (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights, order and augmentation (%(default)s)")
+    add("--limit", type=positive, metavar="N", help="use N images of each split, for quick runs")
+    trial = "do not evaluate on the test set; choose settings by validation accuracy"
     add("--skip-test", action="store_true", help=trial)
     return parser
 
 
 def new_model() -> ViTForImageClassification:
-    """Return the untrained model, drawn from torch's global generator."""
+    """Return the untrained model, initialised from torch's global generator."""
     config = ViTConfig(
         image_size=IMAGE_SIZE,
         patch_size=8,
@@ -128,7 +128,7 @@ def new_model() -> ViTForImageClassification:
         intermediate_size=256,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        initializer_range=0.1,  # near 1/sqrt(hidden_size); the usual 0.02 learns slowly here
+        initializer_range=0.1,  # about 1/sqrt(hidden_size); with the usual 0.02 training is slow
         id2label=dict(enumerate(CLASSES)),
         label2id={name: i for i, name in enumerate(CLASSES)},
         attn_implementation="sdpa",
@@ -196,7 +196,7 @@ def train(
 def write(
     model: ViTForImageClassification, data: Splits, arguments: argparse.Namespace
 ) -> tuple[str, str]:
-    """Measure, write the model, its preprocessing and its card; return (validation, test)."""
+    """Evaluate, write model, preprocessing and card; return (validation, test)."""
     validation_accuracy = f"{accuracy(model, data.validation):.2%}"
     test_accuracy = "not measured"
     if not arguments.skip_test:
@@ -204,7 +204,9 @@ def write(
 
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(arguments.out)
-    (arguments.out / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+    (arguments.out / "model.safetensors").chmod(
+        0o644
+    )  # safetensors makes it readable by its owner only
     preprocessor = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -219,7 +221,7 @@ def write(
     text = json.dumps(preprocessor, indent=2) + "\n"
     (arguments.out / "preprocessor_config.json").write_text(text, encoding="utf-8")
 
-    # no folders in the card: they would be those of whoever made it
+    # no folders in the card: they would be those of its author
     command = "python scripts/pretrain_vit.py"
     for name in ("epochs", "batch", "learning_rate", "weight_decay", "seed", "limit"):
         value = getattr(arguments, name)
@@ -252,13 +254,13 @@ def main() -> None:
     parser = command_line()
     arguments = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True)
-    # One thread: sums come in the same order whatever the machine's load, so runs repeat bitwise.
+    # One thread: the order of summation is fixed, so runs are bitwise reproducible.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(arguments.seed)
     try:
         data = fashion_mnist(arguments.data)
-        arguments.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
+        arguments.out.mkdir(parents=True, exist_ok=True)  # fail early, not after training
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     if arguments.limit is not None:

@@ -1,7 +1,7 @@
-"""Record what every estimator yields, and compare two recordings.
+"""Record the gradients of every estimator, and compare two recordings.
 
-A refactoring must not change a gradient: run ``record`` on the commit before and on the one after,
-then ``compare`` the two files. Both use the public names only.
+A refactoring must not change gradients: run ``record`` on the commits before and after, then
+``compare`` the two files. Only public names are used.
 
     python scripts/record_gradients.py record before.pt
     python scripts/record_gradients.py compare before.pt after.pt
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the block says."""
+        """Add the output of the block."""
         return x + self.down(self.up(self.norm(x)).tanh())
 
 
@@ -96,7 +96,7 @@ def estimators() -> Iterator[tuple[str, Any, float]]:
 
 
 def groups(model: Tiny, estimator: Any, queries: float) -> list[Group]:
-    """Two groups; leaves alone what an estimator cannot cover."""
+    """Two groups; parameters that the estimator does not support are left out."""
     if isinstance(estimator, LikelihoodRatio) and estimator.targets == "stage":
         parts = [[model.embed], list(model.blocks[:2]), list(model.blocks[2:]), [model.norm]]
         found = [Group(p, estimator, queries, name=f"g{i}") for i, p in enumerate(parts)]
@@ -137,7 +137,7 @@ def engine_cases() -> Iterator[tuple[str, Any, Any, float]]:
 
 
 def mezo(model: nn.Module, sigma: float) -> Any:
-    """The groups of MeZO, by whichever name this version has."""
+    """The groups of MeZO, by the name in this version."""
     if hasattr(flops, "mezo"):
         return flops.mezo(model, sigma)
     from flops.presets import mezo as groups_of
@@ -146,9 +146,9 @@ def mezo(model: nn.Module, sigma: float) -> Any:
 
 
 def run_engine(make: Any, allocator: Any, chunk: int | None) -> list[dict[str, Tensor]]:
-    """Gradients, counts and signal-to-noise of some steps of SGD."""
+    """Gradients, counts and signal-to-noise ratios of some steps of SGD."""
     torch.manual_seed(0)
-    model = Tiny().double()  # in single precision rounding hides what a refactoring changes
+    model = Tiny().double()  # in single precision, rounding would hide changes
     source = torch.Generator().manual_seed(1)
     fg = ForwardGradient(model, loss_fn, make(model), allocator=allocator, seed=3, chunk=chunk)
     found = []
@@ -208,7 +208,7 @@ def run_tuner(estimator: Any, outputs: bool, allocator: Any) -> list[dict[str, T
 
 
 def tuner_cases() -> Iterator[tuple[str, Any, bool, Any]]:
-    """Name, estimator, whether outputs are shown, allocator."""
+    """Name, estimator, whether outputs are used, allocator."""
     shaped = Shaping()
     for name, estimator in {
         "lr": LikelihoodRatio(sigma=0.01),
@@ -252,7 +252,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], most: float) -> bool:
         worst, where = 0.0, ""
         for step, (a, b) in enumerate(zip(before[name], after[name], strict=True)):
             if a.keys() != b.keys():
-                print(f"{name}: step {step} has other parts: {sorted(a.keys() ^ b.keys())}")
+                print(f"{name}: step {step} has other entries: {sorted(a.keys() ^ b.keys())}")
                 good = False
             for key in a.keys() & b.keys():
                 x, y = a[key].double(), b[key].double()

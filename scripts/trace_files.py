@@ -1,4 +1,4 @@
-"""Which files of flops one step runs through: a measure of how far a reader has to walk.
+"""Count the files of flops that one step runs through.
 
 python scripts/trace_files.py
 """
@@ -26,7 +26,7 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def files(fg: ForwardGradient, steps: int) -> list[str]:
-    """Files that the last of some steps calls a function of."""
+    """Files with a function that the last of some steps calls."""
     source = torch.Generator().manual_seed(0)
     seen: set[str] = set()
 

@@ -89,18 +89,18 @@ def test_a_garbled_line_of_metrics_is_left_out(line: bytes, tmp_path: Path) -> N
     file = tmp_path / "metrics.jsonl"
     whole = "".join(f"{text}\n" for text in lines).encode()
     file.write_bytes(whole + line + b"\n" + b'{"kind": "st')
-    with pytest.warns(UserWarning, match=r"left out 1 of 4 lines of .*metrics.jsonl.*: line 4 \("):
+    with pytest.warns(UserWarning, match=r"skipped 1 of 4 lines of .*metrics.jsonl.*: line 4 \("):
         steps, evaluations = read_metrics(file)
     assert (len(steps), len(evaluations)) == (2, 1)
-    with pytest.warns(UserWarning, match="left out 1"):
+    with pytest.warns(UserWarning, match="skipped 1"):
         assert read_aligned(tmp_path).steps == (1,)
     pytest.importorskip("matplotlib")
-    with pytest.warns(UserWarning, match="left out 1"):
+    with pytest.warns(UserWarning, match="skipped 1"):
         plot_curves(file, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").is_file()
 
 
-@pytest.mark.filterwarnings("default:left out")  # shown, as it is to a user
+@pytest.mark.filterwarnings("default:skipped")  # shown, as it is to a user
 @pytest.mark.parametrize("command", ["finetune", "align"])
 def test_a_run_with_garbled_metrics_goes_on(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -116,7 +116,7 @@ def test_a_run_with_garbled_metrics_goes_on(
     (tmp_path / "metrics.jsonl").write_bytes(content)
     main([command, "--resume", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "warning: left out 1 of" in said
+    assert "warning: skipped 1 of" in said
     assert "results are in" in said
     assert (tmp_path / "model").is_dir()
 
@@ -156,7 +156,7 @@ def test_a_broken_start_of_a_study_is_made_again(content: bytes, tmp_path: Path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     load_warm_start.cache_clear()
     start.path(tmp_path).write_bytes(content)
-    with pytest.warns(UserWarning, match=r"safetensors is damaged and made again"):
+    with pytest.warns(UserWarning, match=r"safetensors is damaged and trained again"):
         model, _ = load_warm_start(tmp_path, start)
     assert all((value == before[name]).all() for name, value in model.state_dict().items())
     load_warm_start.cache_clear()
@@ -173,7 +173,7 @@ def test_a_class_name_that_is_no_text_is_said_at_the_start(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names are bytes on Linux alone")
-@pytest.mark.filterwarnings("default:left out")
+@pytest.mark.filterwarnings("default:skipped")
 def test_a_file_name_that_is_no_text_can_be_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +201,7 @@ def test_only_files_are_opened_as_images(tmp_path: Path) -> None:
         bound.close()
     listings, _ = read_folder(data)
     assert len(listings["train"]) == 16 + 3  # the folder is none of them
-    with pytest.warns(UserWarning, match=r"left out 3 of 19 images.*it is a (pipe|socket|device)"):
+    with pytest.warns(UserWarning, match=r"skipped 3 of 19 images.*it is a (pipe|socket|device)"):
         assert load(str(data)).skipped == 3
     with pytest.raises(ValueError, match=r"cannot read .*(pipe|socket|device).png"):
         load(str(data), strict=True)
@@ -215,7 +215,7 @@ def test_only_files_are_opened_as_captioned_images(tmp_path: Path) -> None:
     lines = (json.dumps({"file_name": name, "text": f"picture {name}"}) for name in names)
     (data / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
     config = AlignConfig(method="bp", data=str(data), epochs=1, batch=4)
-    with pytest.warns(UserWarning, match="left out 1 images that cannot be read"):
+    with pytest.warns(UserWarning, match="skipped 1 images that cannot be read"):
         train(config)
 
 
@@ -223,7 +223,7 @@ def test_only_files_are_opened_as_captioned_images(tmp_path: Path) -> None:
 def test_files_that_may_not_be_read(tmp_path: Path) -> None:
     data = pictures(tmp_path / "data")
     (data / "cat" / "0.png").chmod(0)
-    with pytest.warns(UserWarning, match=r"left out 1 of 16 images.*Permission denied"):
+    with pytest.warns(UserWarning, match=r"skipped 1 of 16 images.*Permission denied"):
         load(str(data))
     file = tmp_path / "run.json"
     file.touch(mode=0)

@@ -105,8 +105,8 @@ def test_training_goes_on_and_writes_again(disk: tuple[Path, Switch], unbroken: 
         train(config, display=Between(full, 3, 8))
     (message,) = (str(w.message) for w in said)  # once
     assert message.startswith(f"cannot write to {folder / 'run'}: ")
-    assert "training goes on" in message
-    assert "would go on from step-00000002" in message
+    assert "training continues" in message
+    assert "would continue from step-00000002" in message
     assert_alike(folder / "run", unbroken)
     assert not left_overs(folder)
 
@@ -118,8 +118,10 @@ def test_a_disk_that_stays_full_ends_in_a_sentence(
     folder, full = disk
     config = SMALL.replace(output=str(folder / "run"))
     with (
-        pytest.warns(UserWarning, match="training goes on"),
-        pytest.raises(DiskError, match=r"its end is not kept: make room, and .*from step-00000004"),
+        pytest.warns(UserWarning, match="training continues"),
+        pytest.raises(
+            DiskError, match=r"its end is not saved: free some space and .*from step-00000004"
+        ),
     ):
         train(config, display=Between(full, 5))
     full(False)
@@ -144,7 +146,9 @@ def test_the_command_ends_with_a_sentence_and_an_error(
     given = ["--method", "bp", "--limit", "24", "--epochs", "1", "--output", str(folder / "run")]
     with monkeypatch.context() as patch:
         patch.setattr("flops.training.loop._write_results", fill_first)
-        with pytest.raises(SystemExit, match=r"flops: cannot write to .*run: .*make room, and res"):
+        with pytest.raises(
+            SystemExit, match=r"flops: cannot write to .*run: .*free some space and res"
+        ):
             main(["finetune", *given])
     full(False)
     assert not (folder / "run" / "model").exists()
@@ -190,14 +194,16 @@ def test_results_of_a_study_are_written_when_there_is_room(
     cells = [Cell("part", measure, Setting(number)) for number in range(count)]
     console = Console(file=sys.stderr)
     if count == 5:  # there is room again at the fourth
-        with pytest.warns(UserWarning, match="the study goes on") as said:
+        with pytest.warns(UserWarning, match="the study continues") as said:
             found = run_cells(cells, folder, 0, console, "test")
         assert len(said) == 1
         assert [one["number"] for one in found] == [0, 1, 2, 3, 4]
     else:
         with (
-            pytest.warns(UserWarning, match="the study goes on"),
-            pytest.raises(DiskError, match=r"cannot write 2 of 3 results to .*: .*; make room"),
+            pytest.warns(UserWarning, match="the study continues"),
+            pytest.raises(
+                DiskError, match=r"cannot write 2 of 3 results to .*: .*; free some space"
+            ),
         ):
             run_cells(cells, folder, 0, console, "test")
         full(False)
