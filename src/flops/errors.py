@@ -1,13 +1,13 @@
-"""What can go wrong, said so that the reader knows what to change.
+"""Errors and warnings.
 
-Every error here is raised before parameters or ``.grad`` have been changed.
+Every error here is raised before parameters or ``.grad`` are changed.
 """
 
 from __future__ import annotations
 
 
 class FlopsError(Exception):
-    """Base of all errors that this library raises on purpose."""
+    """Base class of all errors of this library."""
 
 
 class CoverageError(FlopsError, ValueError):
@@ -15,7 +15,7 @@ class CoverageError(FlopsError, ValueError):
 
 
 class RandomnessError(FlopsError, RuntimeError):
-    """The forward pass draws random numbers, so two queries differ by more than the noise."""
+    """The forward pass is random, so two queries differ by more than the noise."""
 
 
 class BatchError(FlopsError, ValueError):
@@ -31,4 +31,4 @@ class QueryError(FlopsError, ValueError):
 
 
 class PrecisionWarning(UserWarning):
-    """Loss differences are so small that floating-point rounding dominates the slopes."""
+    """Loss differences are so small that rounding dominates the directional derivatives."""

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported when they are needed, with advice when they are missing."""
+"""Optional dependencies: imported when needed, with an install command if missing."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ CHECKOUT = Path(__file__).parents[2]  # the repository, if this is not an instal
 
 
 class MissingPackageError(FlopsError, ImportError):
-    """An optional dependency is not installed, or does not import."""
+    """An optional dependency is not installed, or cannot be imported."""
 
 
 def require(module: str, extra: str = "vision") -> Any:
-    """Import an optional dependency, or say how to get it.
+    """Import an optional dependency, or raise with its install command.
 
     Args:
-        module: What to import.
+        module: Module to import.
         extra: The extra of this package that installs it.
 
     Raises:
-        MissingPackageError: It is not installed, or does not import.
+        MissingPackageError: It is not installed, or cannot be imported.
     """
     state = random.getstate()  # importing scikit-learn imports rich, which draws a number
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        said = " ".join(str(error).split())  # one line, whatever a package says
+        said = " ".join(str(error).split())  # on one line
         raise MissingPackageError(
             f"this needs {module} ({said}); install it with: {install_command(extra)}",
             name=module,
@@ -43,20 +43,20 @@ def require(module: str, extra: str = "vision") -> Any:
 
 
 def install_command(extra: str) -> str:
-    """A command that installs an extra from where this copy of the package came from.
+    """A command that installs an extra from the source of this copy of the package.
 
-    The package is on no index, so its name alone would not be found.
+    The package is not on an index, so its name is not sufficient.
     """
     if (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "src/flops").is_dir():
         return f'pip install -e "{CHECKOUT}[{extra}]"'
     source = _source()
-    if source is None:  # unpacked by hand, or by another tool
+    if source is None:  # not installed by pip
         return f'pip install ".[{extra}]" (in a checkout of the repository)'
     return f'pip install "{PACKAGE}[{extra}] @ {source}"'
 
 
 def _source() -> str | None:
-    """Where pip took the package from: a folder, a wheel or a repository; None if it is unknown."""
+    """Source from which pip installed the package: a folder, a wheel or a repository, if known."""
     try:
         text = metadata.distribution(PACKAGE).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Groups that go together: whole methods by one word."""
+"""Groups of whole methods."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flops.estimators.mezo import QUERIES, MeZO
 
 
 def mezo(model: nn.Module, sigma: float = 1e-3, queries: int = QUERIES) -> list[Group]:
-    """MeZO: all parameters in one group, one draw for the batch, two queries.
+    """MeZO: all parameters in one group, shared draws, two queries.
 
-    A tied parameter has one draw wherever it is used.
+    A tied parameter has the same noise in all its uses.
 
     Args:
         model: The model to train.
