@@ -158,6 +158,8 @@ def test_both_parsers_of_http_are_guarded(parser, monkeypatch) -> None:
         address = listener.getsockname()
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
+        stack.callback(thread.join)  # also if the test fails
+        stack.callback(setattr, running, "should_exit", True)
         until(lambda: running.started)
         first, *others = (
             stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(4)
@@ -168,8 +170,6 @@ def test_both_parsers_of_http_are_guarded(parser, monkeypatch) -> None:
         others[1].sendall(b"GET / HTTP")
         assert b" 408 " in read_all(others[1])
         assert b" 408 " in read_all(others[2])
-        running.should_exit = True
-        thread.join()
 
 
 def test_a_kept_connection_has_a_deadline_for_the_next_head_only(server) -> None:
@@ -256,14 +256,19 @@ def test_wrong_keys_are_limited_and_pages_want_the_key(keyed) -> None:
         for page in ("/docs", "/openapi.json"):
             assert client.get(page).status_code == 401
             assert client.get(page, headers=right).status_code == 200
-        statuses, started = [], time.monotonic()
-        while time.monotonic() - started < 1.5:
+        statuses, shown, started = [], [], time.monotonic()
+        while time.monotonic() - started < 1.5 or (429 not in shown and len(statuses) < 1000):
             wrong = {"Authorization": f"Bearer {len(statuses)}"}
             answer = client.get("/v1/info", headers=wrong)
             statuses.append(answer.status_code)
+            if answer.status_code == 429:
+                assert answer.headers["retry-after"] == "1"
+                shown.append(client.get("/v1/info", headers=right).status_code)
+        seconds = time.monotonic() - started
         assert set(statuses) == {401, 429}
-        assert statuses.count(401) < 60
-        assert answer.headers["retry-after"] == "1"
+        assert statuses.count(401) <= 40 + 5 * seconds
+        # A guess that is right is refused as well, or a flood of guesses would find it.
+        assert 429 in shown
         # right keys from the same address wait as well, a moment
         with keyed.client() as patient:
             assert patient.info()["classes"]
