@@ -159,7 +159,9 @@ class _Isotropic(Estimation):
         self._device = binding.sites[0].leaf.device
         self._delta = torch.zeros(queries.size, binding.size, dtype=self.dtype, device=self._device)
         draws = (queries.counts // options.unit).tolist()
-        self._stream = NoiseStream(options.noise, queries.key, queries.ids, draws, binding.size)
+        self._stream = NoiseStream(
+            options.noise, queries.key, queries.ids, draws, binding.size, self._device
+        )
         # Bits of many small sites take longer to look up than their rows take to run.
         self._compact = len(binding.sites) <= FEW
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
@@ -179,7 +181,7 @@ class _Isotropic(Estimation):
         """Noise on the outputs of the targets."""
         once = slice(None, None, self._options.unit)  # a pair shares its draw
         z = self._stream.buffered(rows.points[once], rows.draws[once], self._compact)
-        self._z = z.to(self._device, self.dtype) if z.is_floating_point() else z  # (draws, size)
+        self._z = z.to(self.dtype) if z.is_floating_point() else z  # (draws, size)
         with torch.inference_mode():
             edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.sigma)
         return Perturbation(self._binding.query_prefix, edits=edits)
@@ -307,9 +309,9 @@ def _signed(z: Tensor, unit: int) -> Tensor:
 def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> None:
     """Add sum_i weight_i w_i z_i to the rows of delta; points ascend, so one product does it."""
     first, last = int(points[0]), int(points[-1])
-    matrix = torch.zeros(last - first + 1, len(points), dtype=delta.dtype)
-    matrix[points - first, torch.arange(len(points))] = weighted
-    matrix, whole = matrix.to(delta.device), z.size(1)
+    matrix, whole = delta.new_zeros(last - first + 1, len(points)), z.size(1)
+    places = (points - first).to(delta.device).unsqueeze(0)
+    matrix.scatter_(0, places, weighted.to(delta).unsqueeze(0))
     step = whole if z.is_floating_point() else PIECE
     for begin in range(0, whole, step):
         part = values(z, begin, min(begin + step, whole)).to(delta)
