@@ -23,7 +23,6 @@ Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -33,28 +32,24 @@ from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
 from flops.perturb import device_noise
-from flops.perturb.device_noise import M1, M2, PHI
+from flops.perturb.device_noise import MASK, PHI, mixed
+from flops.perturb.noise_tables import look_up
 
 Kind = Literal["gaussian", "rademacher", "orthogonal"]
 SharedKind = Literal["gaussian", "rademacher"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-CPU = torch.device("cpu")
+CPU, ROW_MAJOR = torch.device("cpu"), torch.contiguous_format
 COMPACT = 1 << 21  # noise values of a chunk, 8 MB, from which on their bits are kept instead
-_WORDS = 1 << 15  # random words at a time on the CPU: more would leave the cache
+_WORDS = 1 << 15  # random words at a time on the CPU, where they stay in the cache
 _DEVICE_WORDS = 1 << 20  # elsewhere: few launches, and 8 MB
-_MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
     """Hash integers to a 64-bit key (splitmix64), so that neighbouring keys have nothing alike."""
     state = PHI
     for part in parts:
-        state = (state ^ (part & _MASK)) & _MASK
-        state = (state + PHI) & _MASK
-        state = ((state ^ (state >> 30)) * M1) & _MASK
-        state = ((state ^ (state >> 27)) * M2) & _MASK
-        state ^= state >> 31
+        state = mixed((state ^ part & MASK) + PHI)
     return state
 
 
@@ -72,7 +67,7 @@ class _Key(ISeedSequence):
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> Any:
         """The key, and words that follow from it; the source stirs them before it starts."""
-        state = [(self._key + i * PHI) & _MASK for i in range(n_words)]
+        state = [(self._key + i * PHI) & MASK for i in range(n_words)]
         return np.array(state, dtype=np.uint64).astype(dtype, copy=False)
 
 
@@ -87,26 +82,8 @@ def native(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _signs_table() -> Tensor:
-    values, places = torch.arange(256, device="cpu"), torch.arange(8, device="cpu")
-    return (2 * ((values.unsqueeze(1) >> places) & 1) - 1).float()  # (256, 8)
-
-
-def _normals_table() -> Tensor:
-    places = torch.arange(1 << 16, dtype=torch.float64, device="cpu")
-    quantiles = torch.special.ndtri((places + 0.5) / (1 << 16))
-    scaled: Tensor = quantiles * float(quantiles.square().mean()) ** -0.5
-    return scaled.float()  # (65536,)
-
-
-_SIGNS, _NORMALS = _signs_table(), _normals_table()
-
-
-@cache
-def _table(kind: Kind, device: torch.device) -> Tensor:
-    """Values of 8 random bits (signs) or 16 (normals), once on every device."""
-    with torch.inference_mode(mode=False):
-        return (_SIGNS if kind == "rademacher" else _NORMALS).to(device)
+def _words_at_once(device: torch.device) -> int:
+    return _WORDS if native(device) else _DEVICE_WORDS
 
 
 def _per_word(kind: Kind) -> int:
@@ -119,37 +96,20 @@ def _width(kind: Kind, size: int) -> int:
     return -(-size // block) * block
 
 
-def _look_up(kind: Kind, words: np.ndarray | Tensor, out: Tensor) -> None:
-    """Values of words, or the words' bits where ``out`` is int16; flat and contiguous."""
-    signs = kind == "rademacher"
-    if isinstance(words, np.ndarray):
-        if out.dtype == torch.int16:
-            out.copy_(torch.from_numpy(words.view(np.int16)))
-            return
-        index = torch.from_numpy(words.view(np.uint8 if signs else np.uint16).astype(np.int32))
-    else:
-        bits = words.view(-1).view(torch.uint8 if signs else torch.int16)
-        if out.dtype == torch.int16:
-            out.copy_(bits)
-            return
-        index = bits.to(torch.int32).bitwise_and_(0xFFFF)
-    table = _table(kind, out.device)
-    torch.index_select(table, 0, index, out=out.view(-1, 8) if signs else out)
-
-
 def _write(kind: Kind, key: int, first: int, out: Tensor) -> None:
     """Values of the words first, first + 1, ... of a key, into flat ``out`` of whole words."""
     block, here = _per_word(kind), native(out.device)
-    size = block * (_WORDS if here else _DEVICE_WORDS)
-    source, pair = (cpu_words(key, first), (0, 0)) if here else (None, (key, mix(key)))
+    source = cpu_words(key, first) if here else None
+    sequence = (0, 0) if here else device_noise.sequence(key)
+    size = block * _words_at_once(out.device)
     for begin in range(0, len(out), size):
         part = out[begin : begin + size] if len(out) > size else out
         count = len(part) // block
         if source is not None:
-            _look_up(kind, source.random_raw(count), part)
+            look_up(kind == "rademacher", source.random_raw(count), part)
         else:
             at = first + begin // block
-            _look_up(kind, device_noise.words(pair, at, count, out.device), part)
+            look_up(kind == "rademacher", device_noise.words(sequence, at, count, out.device), part)
 
 
 def noise_pieces(
@@ -158,11 +118,11 @@ def noise_pieces(
     """Values offset, ..., offset + size - 1 of a key's noise, a small piece at a time.
 
     Yields where each piece begins, from 0 on, and its values (float32, on the device) in a buffer
-    of at most 4 MB on the CPU: use them before the next. A value depends on the key and its own
-    place only, so any pieces of any offsets are pieces of the same noise.
+    of half a megabyte on the CPU, 16 elsewhere: use them before the next. A value depends on the
+    key and its own place only, so any pieces of any offsets are pieces of the same noise.
     """
     block, hashed = _per_word(kind), mix(*key)
-    most = (_WORDS * 4 if native(device) else _DEVICE_WORDS * 4) // 64 * 64
+    most = 4 * _words_at_once(device)  # whole words of either kind
     buffer = torch.empty(min(most, _width(kind, size) + block), device=device, dtype=torch.float32)
     done = 0
     while done < size:
@@ -184,18 +144,20 @@ def fill(kind: SharedKind, key: tuple[int, ...], out: Tensor, offset: int = 0) -
             the order of its elements.
         offset: Place of its first value in the noise of the key.
     """
-    flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), device=out.device)
+    if not out.is_contiguous():
+        return out.copy_(fill(kind, key, torch.empty_like(out, memory_format=ROW_MAJOR), offset))
+    flat = out.view(-1)
     for begin, z in noise_pieces(kind, key, len(flat), out.device, offset):
         flat[begin : begin + len(z)] = z
-    return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
+    return out
 
 
 def add_noise(
     target: Tensor, kind: SharedKind, key: tuple[int, ...], alpha: float, offset: int = 0
 ) -> Tensor:
-    """target += alpha z in place, for the z of `fill`, of which only a piece exists at a time."""
+    """In place target += alpha z for the z of `fill`, of which a piece exists at a time."""
     if not target.is_contiguous():
-        z = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+        z = torch.empty_like(target, dtype=torch.float32, memory_format=ROW_MAJOR)
         return target.add_(fill(kind, key, z, offset), alpha=alpha)
     flat = target.view(-1)
     for begin, z in noise_pieces(kind, key, len(flat), target.device, offset):
@@ -203,30 +165,11 @@ def add_noise(
     return target
 
 
-def values(noise: Tensor, begin: int, end: int) -> Tensor:
-    """Columns of noise, looked up where only its bits are kept."""
-    part = noise[:, begin:end]
-    if noise.dtype != torch.int16:
-        return part
-    out = torch.empty(part.shape, dtype=torch.float32, device=noise.device)
-    table = _table("gaussian", noise.device)
-    most = 4 * (_WORDS if native(noise.device) else _DEVICE_WORDS)
-    rows = max(1, most // max(1, end - begin))
-    for bits, place in zip(part.split(rows), out.split(rows), strict=True):
-        index = bits.to(torch.int32).bitwise_and_(0xFFFF).view(-1)
-        torch.index_select(table, 0, index, out=place.view(-1))
-    return out
-
-
-def negative(noise: Tensor) -> Tensor:
-    """The opposite draws: the table is symmetric, so the bits of -z are those of z inverted."""
-    return noise.bitwise_not() if noise.dtype == torch.int16 else -noise
-
-
 def orthogonalise(rows: Tensor) -> Tensor:
     """Turn Gaussian rows, at most d of them, into orthogonal ones of length sqrt(d)."""
     q, r = torch.linalg.qr(rows.double().T)
-    return ((q * r.diagonal().sign()) * rows.size(1) ** 0.5).T.to(rows.dtype)
+    long: Tensor = (q * r.diagonal().sign()).T * float(rows.size(1)) ** 0.5
+    return long.to(rows.dtype)
 
 
 class NoiseStream:
@@ -300,16 +243,15 @@ class NoiseStream:
     def _hashed(self, points: list[int], draws: list[int], out: Tensor) -> None:
         """All rows at once: a launch costs more than a point's noise."""
         words = out.size(1) // _per_word(self._kind)
-        keys = {point: self._hash(point) for point in set(points)}
-        pairs = {point: (key, mix(key)) for point, key in keys.items()}
-        starts = [
-            device_noise.start(pairs[point], draw * words)
+        known = {point: device_noise.sequence(self._hash(point)) for point in set(points)}
+        rows = [
+            device_noise.advanced(known[point], draw * words)
             for point, draw in zip(points, draws, strict=True)
         ]
-        sent = torch.tensor(starts, dtype=torch.int64, device="cpu").view(-1, 2).to(self._device)
-        rows = max(1, _DEVICE_WORDS // max(1, words))
-        for part, place in zip(sent.split(rows), out.split(rows), strict=True):
-            _look_up(self._kind, device_noise.row_words(part, words), place.view(-1))
+        sent = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).to(self._device)
+        most = max(1, _DEVICE_WORDS // max(1, words))
+        for part, place in zip(sent.split(most), out.split(most), strict=True):
+            look_up(self._kind == "rademacher", device_noise.row_words(part, words), place.view(-1))
 
     def _orthogonal(self, point: int, begin: int) -> Tensor:
         """The block of d draws (or what the point has of it) from ``begin`` on."""
