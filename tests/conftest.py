@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops.perturb import random
 
 ESTIMATORS = {
     "leaf": LikelihoodRatio(targets="leaf"),
@@ -38,6 +39,14 @@ def _seed() -> Iterator[None]:
     torch.manual_seed(1234)
     yield
     torch.set_rng_state(state)
+
+
+@pytest.fixture(params=["cpu", "device"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How noise is made: as on the CPU, or (here on the CPU, too) as on every other device."""
+    if request.param == "device":
+        monkeypatch.setattr(random, "native", lambda device: False)
+    return request.param
 
 
 def squared(outputs: Tensor, targets: Tensor) -> Tensor:

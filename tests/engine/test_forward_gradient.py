@@ -152,6 +152,7 @@ def test_without_a_clean_pass_a_loss_that_is_not_finite_is_still_an_error() -> N
 
 @pytest.mark.parametrize("chunk", [2, 3, 7, 1000])
 @pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "exact"])
+@pytest.mark.usefixtures("path")
 @pytest.mark.bits
 def test_chunk_size_does_not_matter(name: str, chunk: int) -> None:
     model, (x, y) = mlp().double(), tuple(t.double() for t in data())
@@ -216,6 +217,7 @@ def test_a_state_that_lacks_a_group_is_refused_whole() -> None:
 
 
 @pytest.mark.parametrize("baseline", ["clean", "antithetic"])
+@pytest.mark.usefixtures("path")
 @pytest.mark.bits
 def test_noise_that_is_kept_as_bits_gives_the_same_gradient(baseline: str) -> None:
     """So it is in large chunks only."""

@@ -119,6 +119,7 @@ def test_a_factor_of_the_loss(name: str, model: Net) -> None:
     torch.testing.assert_close(tripled, 3 * plain, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.usefixtures("path")
 @every
 @pytest.mark.bits
 def test_with_an_index_the_order_of_points_does_not_matter(name: str, model: Net) -> None:
@@ -129,6 +130,7 @@ def test_with_an_index_the_order_of_points_does_not_matter(name: str, model: Net
     torch.testing.assert_close(there, here, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.usefixtures("path")
 @pointwise
 def test_without_an_index_noise_is_keyed_by_place(name: str, model: Net) -> None:
     (x, y), order = data(), torch.tensor([2, 0, 3, 1])

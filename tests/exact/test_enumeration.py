@@ -6,8 +6,6 @@ estimator's mean over all sign vectors equals the gradient itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,8 +22,8 @@ SIGMA = 0.3  # large: a quadratic has no smoothing bias
 def enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point goes through all sign vectors, in order."""
 
-    def take(self: NoiseStream, point: int, first: int, count: int, out: Any = None) -> Tensor:
-        return sign_vectors(self._size)[first : first + count]
+    def take(self: NoiseStream, point: int, first: int, count: int, out: Tensor) -> None:
+        out[:, : self._size] = sign_vectors(self._size)[first : first + count]
 
     monkeypatch.setattr(NoiseStream, "take", take)
 
@@ -72,12 +70,11 @@ def test_shared_parameter_noise(estimator: ES | SPSA, monkeypatch: pytest.Monkey
     model, x, y = problem()
     size = sum(p.numel() for p in model.parameters())
 
-    def fill(kind: str, count: int, width: int, key: tuple[int, ...]) -> Tensor:
+    def fill(kind: str, key: tuple[int, ...], out: Tensor) -> None:
         draw, place = key[-3], key[-1]
-        signs = sign_vectors(size)[draw].double()
-        return signs[: model.weight.numel()] if place == 0 else signs[model.weight.numel() :]
+        weight, bias = sign_vectors(size)[draw].split([6, 2])
+        out.copy_((weight if place == 0 else bias).view(out.shape))
 
-    monkeypatch.setattr(shared_parameters, "words", lambda *key: key)
     monkeypatch.setattr(shared_parameters, "fill", fill)
     groups = [Group(model, estimator, queries=2**size * estimator.unit)]
     found, truth = estimate(model, squared, x, y, groups), exact(model, squared, x, y)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import random
+import random as python_random
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flops.perturb.random import (
-    COMPACT,
-    KINDS,
-    NoiseStream,
-    fill,
-    mix,
-    negative,
-    orthogonalise,
-    values,
-    words,
-)
+from flops.engine.collectives import Collectives
+from flops.engine.rows import own_chunks
+from flops.estimators.base import PointPlan
+from flops.perturb import device_noise, random
+from flops.perturb.noise_tables import negative, values
+from flops.perturb.random import COMPACT, KINDS, NoiseStream, add_noise, fill, mix
 
 KEY = (7, 3, 1)
 INDEPENDENT = ["gaussian", "rademacher"]
 SIZES = [1, 5, 16, 17, 64, 65, 130]
+pytestmark = pytest.mark.usefixtures("path")
 
 
 def stream(kind: str, size: int, *, key=KEY, ids=(0, 1, 2), draws=(6, 6, 6)) -> NoiseStream:
@@ -39,6 +36,21 @@ def all_rows(noise: NoiseStream, draws=(6, 6, 6), cut: int | None = None) -> Ten
     return torch.cat([noise.rows(p, n) for p, n in pieces])
 
 
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest memory that is used beside a tensor's."""
+
+    def __init__(self, beside: Tensor) -> None:
+        super().__init__()
+        self.bytes, self._beside = 0, beside.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        memory = found.untyped_storage()
+        if memory.data_ptr() != self._beside:
+            self.bytes = max(self.bytes, memory.nbytes())
+        return found
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_do_not_depend_on_the_cut(kind: str, size: int) -> None:
@@ -49,14 +61,38 @@ def test_draws_do_not_depend_on_the_cut(kind: str, size: int) -> None:
         assert torch.equal(all_rows(stream(kind, size, draws=draws), draws, cut), whole)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", INDEPENDENT)
-def test_two_fills_continue_each_other(kind: str, size: int) -> None:
-    whole = fill(kind, 11, size, words(1))
-    for first in range(12):
-        source = words(1)
-        parts = [fill(kind, first, size, source), fill(kind, 11 - first, size, source)]
-        assert torch.equal(torch.cat(parts), whole)
+def test_a_parameter_is_filled_from_any_offset(kind: str) -> None:
+    size = 300_001  # several pieces, and no multiple of a word
+    whole = fill(kind, KEY, torch.empty(size))
+    assert 0.99 < float(whole.square().mean()) < 1.01
+    for a, b in ((0, 1), (3, 70), (63, 64), (131_071, 131_080), (17, size), (size - 1, size)):
+        assert torch.equal(fill(kind, KEY, torch.empty(b - a), a), whole[a:b])
+    for dtype in (torch.float64, torch.bfloat16):
+        found = fill(kind, KEY, torch.empty(7, 11, dtype=dtype), 5)
+        assert torch.equal(found, whole[5:82].view(7, 11).to(dtype))
+    assert torch.equal(fill(kind, KEY, torch.empty(11, 7).T, 5), whole[5:82].view(7, 11))
+    assert fill(kind, KEY, torch.empty(0), 5).numel() == 0
+
+
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_noise_is_added_in_pieces(kind: str) -> None:
+    z, start = fill(kind, KEY, torch.empty(140_000)), torch.randn(140_000)
+    torch.testing.assert_close(add_noise(start.clone(), kind, KEY, 0.5), start + 0.5 * z)
+    part = start.clone()
+    assert add_noise(part[7:], kind, KEY, -2.0, 7).data_ptr() == part[7:].data_ptr()
+    torch.testing.assert_close(part, torch.cat([start[:7], start[7:] - 2 * z[7:]]))
+    turned = torch.ones(5, 3).T
+    assert torch.equal(add_noise(turned, kind, KEY, 1.0), 1 + z[:15].view(3, 5))
+
+
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_no_temporary_is_as_large_as_the_noise(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "_DEVICE_WORDS", random._WORDS)
+    target = torch.zeros(3_000_000)
+    with _Largest(beside=target) as seen:
+        add_noise(target, kind, KEY, 0.1)
+    assert 0 < seen.bytes <= 1 << 19 < target.nbytes / 20
 
 
 @pytest.mark.parametrize("kind", INDEPENDENT)
@@ -74,6 +110,70 @@ def test_skipped_and_repeated_draws(kind: str) -> None:
     assert torch.equal(noise.take(1, 1, 4), whole[1:5])  # back again
     noise.take(2, 0, 3)
     assert torch.equal(noise.take(1, 5, 1), whole[5:6])  # another point in between
+
+
+class _Counted:
+    """Counts the words that a source of the CPU makes."""
+
+    def __init__(self, source: np.random.PCG64DXSM, made: list[int]) -> None:
+        self._source, self._made = source, made
+
+    def random_raw(self, count: int) -> np.ndarray:
+        self._made.append(count)
+        return self._source.random_raw(count)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of words that are made, on either path."""
+    found: list[int] = []
+
+    def watch(module, name: str, count) -> None:
+        original = getattr(module, name)
+
+        def watched(*args):
+            result = original(*args)
+            return count(result)
+
+        monkeypatch.setattr(module, name, watched)
+
+    def tensor(words: Tensor) -> Tensor:
+        found.append(words.numel())
+        return words
+
+    watch(random, "cpu_words", lambda source: _Counted(source, found))
+    watch(device_noise, "words", tensor)
+    watch(device_noise, "row_words", tensor)
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_a_rank_makes_its_own_draws_only(kind: str, rank: int, made: list[int]) -> None:
+    """However unequal the counts: words of its rows, and none of anybody else's."""
+    counts, size = torch.tensor([40, 2, 0, 9, 133]), 70
+    words = {"gaussian": 18, "rademacher": 2}[kind]
+    noise = stream(kind, size, ids=range(5), draws=counts.tolist())
+    rows = 0
+    for part in own_chunks(PointPlan(counts, 1), 5, 7, Collectives(None, rank, 3)):
+        found = noise.buffered(part.points, part.draws)
+        assert found.shape == (len(part), size)
+        rows += len(part)
+    assert rows in (61, 62)
+    assert sum(made) == rows * words
+
+
+def test_a_late_block_of_orthogonal_draws_costs_no_earlier_one(made: list[int]) -> None:
+    noise = stream("orthogonal", 8, draws=(20, 20, 20))
+    noise.take(1, 17, 2)  # of the third block, which has 4 draws
+    assert sum(made) == 4 * 2
+
+
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_a_piece_of_a_parameter_costs_no_other(kind: str, made: list[int]) -> None:
+    block = {"gaussian": 4, "rademacher": 64}[kind]
+    fill(kind, KEY, torch.empty(10 * block), 10**12 * block + 1)
+    assert sum(made) == 11
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,9 +238,8 @@ def test_fewer_orthogonal_draws_are_orthogonal(draws: int) -> None:
 def test_orthogonal_directions_are_uniform() -> None:
     # The first coordinate of the first direction: without the sign of R it would be one-sided.
     size, points = 3, 4000
-    firsts = torch.stack(
-        [orthogonalise(fill("gaussian", 3, size, words(i))) for i in range(points)]
-    )
+    noise = stream("orthogonal", size, ids=range(points), draws=[3] * points)
+    firsts = torch.stack([noise.take(point, 0, 3) for point in range(points)])
     assert float(firsts[:, 0, 0].mean().abs()) < 5 / points**0.5
     share = float((firsts[:, 0] > 0).float().mean())
     assert abs(share - 0.5) < 5 * 0.5 / (3 * points) ** 0.5
@@ -148,14 +247,14 @@ def test_orthogonal_directions_are_uniform() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rademacher_values_are_signs(size: int) -> None:
-    z = fill("rademacher", 50, size, words(4))
+    z = stream("rademacher", size, draws=[50] * 3).take(0, 0, 50)
     assert z.shape == (50, size)
     assert set(z.flatten().tolist()) == {-1.0, 1.0}
 
 
 def test_gaussian_values_are_normal() -> None:
     """Kolmogorov's distance (false alarm 1e-4), tails, and what 16 bits leave of higher moments."""
-    z = fill("gaussian", 100, 4096, words(5)).flatten().double()
+    z = fill("gaussian", (5,), torch.empty(409_600, dtype=torch.float64))
     count = len(z)
     places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     distance = (torch.special.ndtr(z.sort().values) - places).abs().max()
@@ -170,11 +269,11 @@ def test_gaussian_values_are_normal() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_global_random_state_is_not_touched(kind: str) -> None:
-    before = (torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+    before = (torch.get_rng_state(), np.random.get_state(legacy=False), python_random.getstate())
     first = all_rows(stream(kind, 20))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert str(np.random.get_state(legacy=False)) == str(before[1])
-    assert random.getstate() == before[2]
+    assert python_random.getstate() == before[2]
     torch.manual_seed(99)
     assert torch.equal(all_rows(stream(kind, 20)), first)
 
@@ -223,8 +322,8 @@ def test_parts_are_the_rows_however_they_are_cut(kind: str) -> None:
 
 @pytest.mark.bits
 def test_bits_make_the_same_noise_and_its_opposite() -> None:
-    found = fill("gaussian", 5, 37, words(3))
-    bits = fill("gaussian", 5, 37, words(3), torch.empty(5, 40, dtype=torch.int16))
+    found = stream("gaussian", 37).take(1, 1, 5)
+    bits = stream("gaussian", 37).take(1, 1, 5, torch.empty(5, 40, dtype=torch.int16))[:, :37]
     assert torch.equal(values(bits, 0, 37), found)
     assert torch.equal(values(bits, 4, 9), found[:, 4:9])
     assert torch.equal(values(negative(bits), 0, 37), -found)

@@ -116,6 +116,15 @@ def test_mean_is_the_gradient(problem: str, name: str) -> None:
     assert_mean(case.samples(ESTIMATORS[name], queries), case.truth())
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("path", ["device"], indirect=True)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_mean_is_the_gradient_with_the_noise_of_a_device(name: str) -> None:
+    case = mlp()
+    queries = 60 if "shared" in name else 150
+    assert_mean(case.samples(ESTIMATORS[name], queries), case.truth())
+
+
 @pytest.mark.parametrize("name", [n for n in ESTIMATORS if "shared" not in n])
 def test_unequal_counts_leave_the_mean(name: str) -> None:
     case = mlp()

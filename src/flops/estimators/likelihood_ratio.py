@@ -42,7 +42,8 @@ from flops.passes.selection import Selection, leaves
 from flops.passes.structure import Call
 from flops.perturb.activation_checks import check_sites
 from flops.perturb.activations import Sites
-from flops.perturb.random import KINDS, Kind, NoiseStream, negative, values
+from flops.perturb.noise_tables import negative, values
+from flops.perturb.random import KINDS, Kind, NoiseStream
 from flops.subspace.config import Shaping
 from flops.subspace.measurements import Space
 from flops.subspace.moments import Grid, grid
@@ -159,7 +160,9 @@ class _Isotropic(Estimation):
         self._device = binding.sites[0].leaf.device
         self._delta = torch.zeros(queries.size, binding.size, dtype=self.dtype, device=self._device)
         draws = (queries.counts // options.unit).tolist()
-        self._stream = NoiseStream(options.noise, queries.key, queries.ids, draws, binding.size)
+        self._stream = NoiseStream(
+            options.noise, queries.key, queries.ids, draws, binding.size, self._device
+        )
         # Bits of many small sites take longer to look up than their rows take to run.
         self._compact = len(binding.sites) <= FEW
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
@@ -179,7 +182,7 @@ class _Isotropic(Estimation):
         """Noise on the outputs of the targets."""
         once = slice(None, None, self._options.unit)  # a pair shares its draw
         z = self._stream.buffered(rows.points[once], rows.draws[once], self._compact)
-        self._z = z.to(self._device, self.dtype) if z.is_floating_point() else z  # (draws, size)
+        self._z = z.to(self.dtype) if z.is_floating_point() else z  # (draws, size)
         with torch.inference_mode():
             edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.sigma)
         return Perturbation(self._binding.query_prefix, edits=edits)
@@ -238,7 +241,7 @@ class _Shaped(Estimation):
         self._options, self._binding, self._queries = options, binding, queries
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self._device = binding.sites[0].leaf.device
-        grids, mask = _grids(shaping, binding, queries, runner.passes)
+        grids, mask = _grids(shaping, binding, queries, runner.passes, self._device)
         names = [binding.structure.calls[site.call].name for site in binding.sites]
         space = Space(
             grids,
@@ -250,6 +253,7 @@ class _Shaped(Estimation):
             queries.key,
             queries.ids,
             mask,
+            self._device,
         )
         self._step = ShapedStep(
             space, shaping, queries.memory, queries.counts, queries.losses, queries.decide
@@ -266,7 +270,7 @@ class _Shaped(Estimation):
     def ask(self, rows: Rows) -> Perturbation:
         """Isotropic noise and directions of the basis, on the outputs of the targets."""
         once = slice(None, None, self._options.unit)
-        z = self._step.rows(rows.points[once], rows.draws[once]).to(self._device)
+        z = self._step.rows(rows.points[once], rows.draws[once])
         with torch.inference_mode():
             edits = self._binding.edits(_signed(z, self._options.unit), self._options.sigma)
         return Perturbation(self._binding.query_prefix, edits=edits)
@@ -307,9 +311,9 @@ def _signed(z: Tensor, unit: int) -> Tensor:
 def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> None:
     """Add sum_i weight_i w_i z_i to the rows of delta; points ascend, so one product does it."""
     first, last = int(points[0]), int(points[-1])
-    matrix = torch.zeros(last - first + 1, len(points), dtype=delta.dtype)
-    matrix[points - first, torch.arange(len(points))] = weighted
-    matrix, whole = matrix.to(delta.device), z.size(1)
+    matrix, whole = delta.new_zeros(last - first + 1, len(points)), z.size(1)
+    places = (points - first).to(delta.device).unsqueeze(0)
+    matrix.scatter_(0, places, weighted.to(delta).unsqueeze(0))
     step = whole if z.is_floating_point() else PIECE
     for begin in range(0, whole, step):
         part = values(z, begin, min(begin + step, whole)).to(delta)
@@ -327,7 +331,7 @@ def _repeat(binding: Sites, queries: Queries, runner: Runner) -> bool:
 
 
 def _grids(
-    shaping: Shaping, binding: Sites, queries: Queries, passes: Passes
+    shaping: Shaping, binding: Sites, queries: Queries, passes: Passes, device: torch.device
 ) -> tuple[list[Grid], Tensor | None]:
     """The sites as grids, and where noise matters.
 
@@ -347,8 +351,10 @@ def _grids(
         if masked or length not in (None, g.positions):
             g = replace(g, aligned=False)
         grids.append(g)
-        whole = found if masked and found is not None else torch.ones(queries.size, g.positions)
-        masks.append((whole.cpu() != 0).unsqueeze(2).expand(-1, -1, g.channels).flatten(1))
+        real = torch.ones(queries.size, g.positions, dtype=torch.bool, device=device)
+        if masked and found is not None:
+            real = found.to(device) != 0
+        masks.append(real.unsqueeze(2).expand(-1, -1, g.channels).flatten(1))
     # 0 for a site whose positions are not aligned: it stays so.
     queries.memory["positions"] = [g.positions if g.aligned else 0 for g in grids]
     return grids, None if all(g.aligned for g in grids) else torch.cat(masks, 1)

@@ -38,7 +38,7 @@ from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
 from flops.perturb.parameter_calls import Entry, Unit, Units, find_units
-from flops.perturb.random import Kind, NoiseStream, SharedKind, fill, words
+from flops.perturb.random import Kind, NoiseStream, SharedKind
 from flops.perturb.rowwise import (
     RowNoise,
     batch_first,
@@ -164,7 +164,9 @@ class _Pointwise(Estimation):
             for e in self._entries
         }
         draws = (queries.counts // options.unit).tolist()
-        self._stream = NoiseStream("rademacher", queries.key, queries.ids, draws, size)
+        self._stream = NoiseStream(
+            "rademacher", queries.key, queries.ids, draws, size, self._device
+        )
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
         self._sizes = torch.full((queries.size,), float(units.size))
         self._z, self._seen = torch.empty(0), dict[str, Tensor]()
@@ -255,9 +257,11 @@ def _check_rows(group: str, units: Units, passes: Passes) -> None:
     calls = [units.structure.calls[number] for unit in units.units for number in unit.calls]
     tables = {c.name for c in calls if any(leaf.axis is None for _, leaf in c.tensors)}
     entries, size = _layout(units)
+    device = entries[0].parameter.device
 
     def perturb(scale: Tensor) -> dict[str, Any]:
-        noise = fill("rademacher", len(scale), size, words(0)) * scale.unsqueeze(1)
+        signs = NoiseStream("rademacher", (), [0], [len(scale)], size, device)
+        noise = signs.take(0, 0, len(scale)) * scale.to(device).unsqueeze(1)
         return {"around": _perturb_rows(units.structure, entries, noise / 10, {})}
 
     if tables and not passes.rows_apart(units.prefix, perturb):

@@ -98,6 +98,7 @@ class ShapedParameters(Estimation):
             names,
             queries.key,
             queries.ids,
+            device=self._felt.mask.device,
         )
         self._step = ShapedStep(
             space, shaping, queries.memory, queries.counts, queries.losses, queries.decide
@@ -146,7 +147,7 @@ class ShapedParameters(Estimation):
 
     def finish(self) -> Estimate:
         """Derivatives, energies and errors."""
-        sizes = self._felt.mask.sum(1)
+        sizes = self._felt.mask.sum(1).cpu()
         return Estimate(self._derivatives, self._points, sizes, shaped=self._step.shaped)
 
 
@@ -181,8 +182,9 @@ class _Felt:
 
     def __init__(self, entries: list[Entry], size: int) -> None:
         self._entries = {(e.unit.name, e.path): e for e in entries}
-        self._noisy = torch.ones(entries[-1].offset + entries[-1].out)
-        self.mask = torch.ones(size, len(self._noisy))
+        device = entries[0].parameter.device
+        self._noisy = torch.ones(entries[-1].offset + entries[-1].out, device=device)
+        self.mask = torch.ones(size, len(self._noisy), device=device)
         for e in entries:
             columns = self._noisy[e.offset : e.offset + e.out].view(e.parameter.shape)
             if e.path in e.unit.padding:
@@ -199,7 +201,7 @@ class _Felt:
         """The rows of these points look these tokens up."""
         assert isinstance(unit.module, nn.Embedding)
         entry = self._entries[unit.name, "weight"]
-        read = used_tokens(unit.module, ids).cpu()  # (R, V)
+        read = used_tokens(unit.module, ids).to(self.mask.device)  # (R, V)
         wide = read.repeat_interleave(unit.module.embedding_dim, 1)
         columns = slice(entry.offset, entry.offset + entry.out)
         self.mask[points, columns] = torch.maximum(self.mask[points, columns], wide)

@@ -27,7 +27,7 @@ from flops.estimators.base import (
 from flops.passes.intercept import Action, Forward
 from flops.passes.replay import nothing
 from flops.perturb.parameter_calls import Unit, Units
-from flops.perturb.random import SharedKind, fill, words
+from flops.perturb.random import SharedKind, fill
 
 KEEP = 1 << 22  # noise values of a draw, 16 MB: little beside any process
 Kept = dict[tuple[int, int, int], Tensor]
@@ -126,9 +126,8 @@ class SharedEstimation(Estimation):
         z = None if self._kept is None else self._kept.get((draw, number, place))
         if z is None:
             parameter = unit.parameters[path]
-            source = words(*self._queries.key, draw, number, place)
-            z = fill(self._options.noise, 1, parameter.numel(), source).view(parameter.shape)
-            z = z.to(parameter.device, parameter.dtype)
+            z = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            fill(self._options.noise, (*self._queries.key, draw, number, place), z)
             if path in unit.padding:
                 z[unit.padding[path]] = 0
             if self._kept is not None:

@@ -111,11 +111,8 @@ def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
     """
     total, count = queries.memory.get("jacobian_energy", (0.0, 0))
     if count < ENERGY_STEPS:
-        ones = [1] * queries.size
-        stream = NoiseStream("rademacher", (*queries.key, -1), queries.ids, ones, sites.size)
-        points = torch.arange(queries.size)
-        signs = stream.rows(points, torch.zeros_like(points))
         own = runner.share(queries.size)
+        signs = _signs(sites, queries, *own)
         found = Collected()
         runner.products(sites.local_prefix, sites.local, sites.split(signs), found, own)
         parameters = list(dict.fromkeys(p for t in sites.local for p in t.parameters))
@@ -123,6 +120,20 @@ def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
         total, count = total + energy(gradients) / queries.size, count + 1
         queries.memory["jacobian_energy"] = (total, count)
     return float(total / count)
+
+
+def _signs(sites: Sites, queries: Queries, first: int, last: int) -> Tensor:
+    """Independent signs for points first, ..., last - 1, and zeros for the others."""
+    ones, device = [1] * queries.size, sites.sites[0].leaf.device
+    key = (*queries.key, -1)
+    stream = NoiseStream("rademacher", key, queries.ids, ones, sites.size, device)
+    points = torch.arange(first, last)
+    found = stream.rows(points, torch.zeros_like(points))
+    if len(found) == queries.size:
+        return found
+    signs = found.new_zeros(queries.size, sites.size)
+    signs[first:last] = found
+    return signs
 
 
 def mean_by_point(values: Tensor, points: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,10 @@ def _check_shared_outputs(sites: Sites, passes: Passes) -> None:
     shared = {sites.structure.calls[s.call].name for s in sites.sites if s.leaf.axis is None}
 
     def perturb(scale: Tensor) -> dict[str, Any]:
-        noise = torch.linspace(-1, 1, len(scale) * sites.size).reshape(len(scale), -1)
-        return {"edits": sites.edits(noise * scale.unsqueeze(1), 0.1)}
+        device = sites.sites[0].leaf.device
+        noise = torch.linspace(-1, 1, len(scale) * sites.size, device=device)
+        rows = noise.view(len(scale), -1) * scale.to(device).unsqueeze(1)
+        return {"edits": sites.edits(rows, 0.1)}
 
     if shared and not passes.rows_apart(sites.query_prefix, perturb):
         raise CoverageError(

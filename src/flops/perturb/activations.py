@@ -20,7 +20,7 @@ from flops.errors import CoverageError
 from flops.passes.local_vjp import LocalTarget
 from flops.passes.replay import Edit, Passes, nothing
 from flops.passes.structure import FOLDED, Call, Leaf, Use
-from flops.perturb.random import values as noise_values
+from flops.perturb.noise_tables import values as noise_values
 
 
 @dataclass(frozen=True)

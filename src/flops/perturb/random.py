@@ -1,8 +1,13 @@
-"""Keyed noise: every draw follows from (seed, step, group, point) and is never stored.
+"""Keyed noise: every draw follows from (seed, step, group, point, draw) and is never stored.
 
-A point's draws follow each other from its key, so they are the same for any chunk size, any
-number of processes and, with data set indices, any order of the points. All generators are
-private; the global random state is never touched.
+Noise is randomly accessible: a draw of a point, or a piece of a parameter's noise, costs no other.
+So it is the same for any chunk size, any number of processes and, with data set indices, any order
+of the points, and nobody makes draws that somebody else runs. All generators are private; the
+global random state is never touched.
+
+Noise is made where it is used: on the CPU from numpy's PCG64DXSM, on other devices by a hash of
+integers (`flops.perturb.device_noise`), so that keys are all that travels. The numbers of the two
+differ; each of them is the same on every machine.
 
 Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
@@ -17,6 +22,7 @@ Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -25,24 +31,25 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
+from flops.perturb import device_noise
+from flops.perturb.device_noise import MASK, PHI, mixed
+from flops.perturb.noise_tables import look_up
+
 Kind = Literal["gaussian", "rademacher", "orthogonal"]
 SharedKind = Literal["gaussian", "rademacher"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-_WORDS = 1 << 14  # random words at a time: more would leave the cache
+CPU, ROW_MAJOR = torch.device("cpu"), torch.contiguous_format
 COMPACT = 1 << 21  # noise values of a chunk, 8 MB, from which on their bits are kept instead
-_MASK = (1 << 64) - 1
+_WORDS = 1 << 15  # random words at a time on the CPU, where they stay in the cache
+_DEVICE_WORDS = 1 << 20  # elsewhere: few launches, and 8 MB
 
 
 def mix(*parts: int) -> int:
     """Hash integers to a 64-bit key (splitmix64), so that neighbouring keys have nothing alike."""
-    state = 0x9E3779B97F4A7C15
+    state = PHI
     for part in parts:
-        state = (state ^ (part & _MASK)) & _MASK
-        state = (state + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = mixed((state ^ part & MASK) + PHI)
     return state
 
 
@@ -60,101 +67,113 @@ class _Key(ISeedSequence):
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> Any:
         """The key, and words that follow from it; the source stirs them before it starts."""
-        state = [(self._key + i * 0x9E3779B97F4A7C15) & _MASK for i in range(n_words)]
+        state = [(self._key + i * PHI) & MASK for i in range(n_words)]
         return np.array(state, dtype=np.uint64).astype(dtype, copy=False)
 
 
-def words(*parts: int) -> np.random.SFC64:
-    """A private source of 64-bit random words for a key."""
-    return np.random.SFC64(_Key(mix(*parts)))  # type: ignore[arg-type] # numpy's stub is narrower
+def cpu_words(key: int, first: int = 0) -> np.random.PCG64DXSM:
+    """A private source of the 64-bit random words first, first + 1, ... of a key."""
+    source = np.random.PCG64DXSM(_Key(key))  # type: ignore[arg-type] # numpy's stub is narrower
+    return source.advance(first) if first else source
 
 
-def _signs_table() -> Tensor:
-    values, places = torch.arange(256, device="cpu"), torch.arange(8, device="cpu")
-    return (2 * ((values.unsqueeze(1) >> places) & 1) - 1).float()  # (256, 8)
+def native(device: torch.device) -> bool:
+    """Whether numpy makes a device's noise."""
+    return device.type == "cpu"
 
 
-def _normals_table() -> Tensor:
-    places = torch.arange(1 << 16, dtype=torch.float64, device="cpu")
-    quantiles = torch.special.ndtri((places + 0.5) / (1 << 16))
-    scaled: Tensor = quantiles * float(quantiles.square().mean()) ** -0.5
-    return scaled.float()  # (65536,)
+def _words_at_once(device: torch.device) -> int:
+    return _WORDS if native(device) else _DEVICE_WORDS
 
 
-_SIGNS, _NORMALS = _signs_table(), _normals_table()
+def _per_word(kind: Kind) -> int:
+    return 64 if kind == "rademacher" else 4
 
 
-def width(kind: Kind, size: int) -> int:
-    """Values that a row of ``size`` takes up while it is made."""
-    if kind == "orthogonal":
-        return size
-    block = 64 if kind == "rademacher" else 4  # values of a word: rows begin with a new one
+def _width(kind: Kind, size: int) -> int:
+    """Values that a row of ``size`` takes up while it is made: rows begin with a new word."""
+    block = 1 if kind == "orthogonal" else _per_word(kind)
     return -(-size // block) * block
 
 
-def fill(
-    kind: Kind, count: int, size: int, source: np.random.SFC64, out: Tensor | None = None
-) -> Tensor:
-    """``count`` rows of ``size`` unit noise values, continuing the source.
+def _write(kind: Kind, key: int, first: int, out: Tensor) -> None:
+    """Values of the words first, first + 1, ... of a key, into flat ``out`` of whole words."""
+    block, here = _per_word(kind), native(out.device)
+    source = cpu_words(key, first) if here else None
+    sequence = (0, 0) if here else device_noise.sequence(key)
+    size = block * _words_at_once(out.device)
+    for begin in range(0, len(out), size):
+        part = out[begin : begin + size] if len(out) > size else out
+        count = len(part) // block
+        if source is not None:
+            look_up(kind == "rademacher", source.random_raw(count), part)
+        else:
+            at = first + begin // block
+            look_up(kind == "rademacher", device_noise.words(sequence, at, count, out.device), part)
 
-    For Gaussian and Rademacher noise two calls for m and n rows give what one call for m + n
-    rows gives.
+
+def noise_pieces(
+    kind: SharedKind, key: tuple[int, ...], size: int, device: torch.device, offset: int = 0
+) -> Iterator[tuple[int, Tensor]]:
+    """Values offset, ..., offset + size - 1 of a key's noise, a small piece at a time.
+
+    Yields where each piece begins, from 0 on, and its values (float32, on the device) in a buffer
+    of half a megabyte on the CPU, 16 elsewhere: use them before the next. A value depends on the
+    key and its own place only, so any pieces of any offsets are pieces of the same noise.
+    """
+    block, hashed = _per_word(kind), mix(*key)
+    most = 4 * _words_at_once(device)  # whole words of either kind
+    buffer = torch.empty(min(most, _width(kind, size) + block), device=device, dtype=torch.float32)
+    done = 0
+    while done < size:
+        first, skip = divmod(offset + done, block)
+        count = min(len(buffer) - skip, size - done)
+        part = buffer[: _width(kind, skip + count)]
+        _write(kind, hashed, first, part)
+        yield done, part[skip : skip + count]
+        done += count
+
+
+def fill(kind: SharedKind, key: tuple[int, ...], out: Tensor, offset: int = 0) -> Tensor:
+    """Overwrite ``out`` by values offset, ..., offset + out.numel() - 1 of a key's unit noise.
 
     Args:
-        kind: Gaussian or Rademacher.
-        count: Rows.
-        size: Values of a row.
-        source: Of random words.
-        out: Where to write them, of shape (count, `width`), contiguous. Of type int16 it takes the
-            bits of Gaussian noise, of which `values` makes the same noise.
+        kind: Which noise.
+        key: Integers that name it.
+        out: A tensor or a piece of one, of any floating type and on any device; values stand in
+            the order of its elements.
+        offset: Place of its first value in the noise of the key.
     """
-    if out is None:
-        # Neither the type nor the device that the user made the default may change the noise.
-        out = torch.empty(count, width(kind, size), dtype=torch.float32, device="cpu")
-    signs = kind == "rademacher"
-    if out.dtype == torch.int16:
-        for part in out.view(-1).split(_WORDS * 4):
-            part.copy_(torch.from_numpy(source.random_raw(len(part) // 4).view(np.int16)))
-        return out[:, :size]
-    table, rows = (_SIGNS, out.view(-1, 8)) if signs else (_NORMALS, out.view(-1))
-    piece = np.uint8 if signs else np.uint16
-    for part in rows.split(_WORDS * 8 // piece().itemsize):
-        raw: np.ndarray = source.random_raw(len(part) * piece().itemsize // 8)
-        index = torch.from_numpy(raw.view(piece).astype(np.int32))
-        torch.index_select(table, 0, index, out=part)
-    return out[:, :size]
-
-
-def values(noise: Tensor, begin: int, end: int) -> Tensor:
-    """Columns of noise, looked up where only its bits are kept."""
-    part = noise[:, begin:end]
-    if noise.dtype != torch.int16:
-        return part
-    out = torch.empty(part.shape, dtype=torch.float32, device="cpu")
-    rows = max(1, 4 * _WORDS // max(1, end - begin))
-    for bits, place in zip(part.split(rows), out.split(rows), strict=True):
-        index = bits.to(torch.int32).bitwise_and_(0xFFFF).view(-1)
-        torch.index_select(_NORMALS, 0, index, out=place.view(-1))
+    if not out.is_contiguous():
+        return out.copy_(fill(kind, key, torch.empty_like(out, memory_format=ROW_MAJOR), offset))
+    flat = out.view(-1)
+    for begin, z in noise_pieces(kind, key, len(flat), out.device, offset):
+        flat[begin : begin + len(z)] = z
     return out
 
 
-def negative(noise: Tensor) -> Tensor:
-    """The opposite draws: the table is symmetric, so the bits of -z are those of z inverted."""
-    return noise.bitwise_not() if noise.dtype == torch.int16 else -noise
+def add_noise(
+    target: Tensor, kind: SharedKind, key: tuple[int, ...], alpha: float, offset: int = 0
+) -> Tensor:
+    """In place target += alpha z for the z of `fill`, of which a piece exists at a time."""
+    if not target.is_contiguous():
+        z = torch.empty_like(target, dtype=torch.float32, memory_format=ROW_MAJOR)
+        return target.add_(fill(kind, key, z, offset), alpha=alpha)
+    flat = target.view(-1)
+    for begin, z in noise_pieces(kind, key, len(flat), target.device, offset):
+        flat[begin : begin + len(z)].add_(z, alpha=alpha)
+    return target
 
 
 def orthogonalise(rows: Tensor) -> Tensor:
-    """Turn Gaussian rows into orthogonal ones of length sqrt(d), in blocks of d rows."""
-    size = rows.size(1)
-    blocks = []
-    for block in rows.double().split(size):
-        q, r = torch.linalg.qr(block.T)
-        blocks.append(((q * r.diagonal().sign()) * size**0.5).T)
-    return torch.cat(blocks).to(rows.dtype)
+    """Turn Gaussian rows, at most d of them, into orthogonal ones of length sqrt(d)."""
+    q, r = torch.linalg.qr(rows.double().T)
+    long: Tensor = (q * r.diagonal().sign()).T * float(rows.size(1)) ** 0.5
+    return long.to(rows.dtype)
 
 
 class NoiseStream:
-    """Draws for the rows of a group's queries, asked for in the order of points and draws.
+    """Draws for the rows of a group's queries.
 
     Args:
         kind: Which noise.
@@ -162,42 +181,47 @@ class NoiseStream:
         ids: Identity of every point of the batch: data set index, or place in the batch.
         draws: How many draws each point makes in all (orthogonal noise needs to know).
         size: Number of noise values per row.
+        device: Where the rows are made.
     """
 
     def __init__(
-        self, kind: Kind, key: tuple[int, ...], ids: list[int], draws: list[int], size: int
+        self,
+        kind: Kind,
+        key: tuple[int, ...],
+        ids: list[int],
+        draws: list[int],
+        size: int,
+        device: torch.device = CPU,
     ) -> None:
         self._kind, self._key, self._ids, self._draws, self._size = kind, key, ids, draws, size
-        self._point, self._position = -1, 0
-        self._source = words()
-        self._rows, self._kept = torch.empty(0), torch.empty(0)
+        self._device = device
+        self._kept = torch.empty(0)
+        self._block, self._rows = (-1, -1), torch.empty(0)  # of orthogonal draws
 
     def take(self, point: int, first: int, count: int, out: Tensor | None = None) -> Tensor:
-        """Draws first, ..., first + count - 1 of a point, in ``out`` where they can be."""
+        """Draws first, ..., first + count - 1 of a point, in ``out`` if it is given."""
+        out = self._buffer(count) if out is None else out
         if self._kind == "orthogonal":
-            if point != self._point:  # a point may span many chunks
-                gaussian = fill("gaussian", self._draws[point], self._size, self._seed(point))
-                self._rows, self._point = orthogonalise(gaussian), point
-            return self._rows[first : first + count]
-        if point != self._point or first < self._position:
-            self._source, self._point, self._position = self._seed(point), point, 0
-        if first > self._position:  # somebody else runs the draws in between
-            fill(self._kind, first - self._position, self._size, self._source)
-        self._position = first + count
-        return fill(self._kind, count, self._size, self._source, out)
+            for begin in range(first - first % self._size, first + count, self._size):
+                low, high = max(first, begin), min(first + count, begin + self._size)
+                rows = self._orthogonal(point, begin)
+                out[low - first : high - first] = rows[low - begin : high - begin]
+        else:
+            words = out.size(1) // _per_word(self._kind)
+            _write(self._kind, self._hash(point), first * words, out.view(-1))
+        return out[:, : self._size]
 
     def rows(self, points: Tensor, draws: Tensor, out: Tensor | None = None) -> Tensor:
         """Noise of the rows (point, draw), shape (rows, size); a point's must be consecutive."""
-        if out is None:
-            out = self._buffer(len(points))
-        starts = [0, *(torch.nonzero(points.diff()).flatten() + 1).tolist(), len(points)]
-        for begin, end in pairwise(starts):
-            if end > begin:
-                part = out[begin:end]
-                found = self.take(int(points[begin]), int(draws[begin]), end - begin, part)
-                if found.data_ptr() != part.data_ptr():
-                    part[:, : self._size] = found
-        return out[: len(points), : self._size]
+        out = self._buffer(len(points)) if out is None else out
+        if native(self._device) or self._kind == "orthogonal":
+            starts = [0, *(torch.nonzero(points.diff()).flatten() + 1).tolist(), len(points)]
+            for begin, end in pairwise(starts):
+                if end > begin:
+                    self.take(int(points[begin]), int(draws[begin]), end - begin, out[begin:end])
+        else:
+            self._hashed(points.tolist(), draws.tolist(), out)
+        return out[:, : self._size]
 
     def buffered(self, points: Tensor, draws: Tensor, compact: bool = True) -> Tensor:
         """As `rows`, in a buffer of the stream's own: use it before the next call.
@@ -216,8 +240,35 @@ class NoiseStream:
         """Let the buffer go."""
         self._kept = torch.empty(0)
 
-    def _buffer(self, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(rows, width(self._kind, self._size), dtype=dtype, device="cpu")
+    def _hashed(self, points: list[int], draws: list[int], out: Tensor) -> None:
+        """All rows at once: a launch costs more than a point's noise."""
+        words = out.size(1) // _per_word(self._kind)
+        known = {point: device_noise.sequence(self._hash(point)) for point in set(points)}
+        rows = [
+            device_noise.advanced(known[point], draw * words)
+            for point, draw in zip(points, draws, strict=True)
+        ]
+        sent = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).to(self._device)
+        most = max(1, _DEVICE_WORDS // max(1, words))
+        for part, place in zip(sent.split(most), out.split(most), strict=True):
+            look_up(self._kind == "rademacher", device_noise.row_words(part, words), place.view(-1))
 
-    def _seed(self, point: int) -> np.random.SFC64:
-        return words(*self._key, self._ids[point])
+    def _orthogonal(self, point: int, begin: int) -> Tensor:
+        """The block of d draws (or what the point has of it) from ``begin`` on."""
+        if self._block != (point, begin):  # a block may span many chunks
+            count = min(self._size, self._draws[point] - begin)
+            gaussian = self._buffer(count, kind="gaussian")
+            words = gaussian.size(1) // _per_word("gaussian")
+            _write("gaussian", self._hash(point), begin * words, gaussian.view(-1))
+            self._rows = orthogonalise(gaussian[:, : self._size])
+            self._block = (point, begin)
+        return self._rows
+
+    def _hash(self, point: int) -> int:
+        return mix(*self._key, self._ids[point])
+
+    def _buffer(
+        self, rows: int, dtype: torch.dtype = torch.float32, kind: Kind | None = None
+    ) -> Tensor:
+        width = _width(kind or self._kind, self._size)
+        return torch.empty(rows, width, dtype=dtype, device=self._device)

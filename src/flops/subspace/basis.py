@@ -56,7 +56,8 @@ class Basis:
 
     def rows(self, chosen: Tensor, length: float = 1.0) -> Tensor:
         """The directions themselves, by number, as rows of all sites."""
-        rows = torch.zeros(len(chosen), self.dimensions, dtype=self.energy.dtype)
+        chosen = chosen.to(self.site.device)
+        rows = self.energy.new_zeros(len(chosen), self.dimensions)
         for s, g in enumerate(self.grids):
             mine = torch.nonzero(self.site[chosen] == s).flatten()
             u = length * self.positions[s].T[self.row[chosen[mine]]]
@@ -73,18 +74,18 @@ class Basis:
 
     def lift(self, c: Tensor) -> Tensor:
         """From coordinates (n, m) to rows of all sites (n, dimensions)."""
-        rows = torch.zeros(len(c), self.dimensions, dtype=c.dtype)
+        rows = c.new_zeros(len(c), self.dimensions)
         for s, (g, u, v) in enumerate(zip(self.grids, self.positions, self.channels, strict=True)):
             mine = torch.nonzero(self.site == s).flatten()
             if len(mine):
-                full = torch.zeros(len(c), u.size(1) * v.size(1), dtype=c.dtype)
+                full = c.new_zeros(len(c), u.size(1) * v.size(1))
                 full[:, self.row[mine] * v.size(1) + self.column[mine]] = c[:, mine]
                 g.paste(rows, u @ full.view(-1, u.size(1), v.size(1)) @ v.T)
         return rows
 
     def coordinates(self, rows: Tensor) -> Tensor:
         """From rows of all sites (n, dimensions) to coordinates (n, m)."""
-        c = torch.zeros(len(rows), self.size, dtype=rows.dtype)
+        c = rows.new_zeros(len(rows), self.size)
         for s, (g, u, v) in enumerate(zip(self.grids, self.positions, self.channels, strict=True)):
             mine = torch.nonzero(self.site == s).flatten()
             if len(mine):
@@ -101,8 +102,8 @@ def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Bas
         v, across, rest = m.channels.eigenpairs()
         total += float(across.sum()) + rest * (g.channels - len(across))
         if m.positions is None:  # every position alike
-            u = torch.eye(g.positions, dtype=v.dtype)
-            along = torch.full((g.positions,), 1 / g.positions, dtype=v.dtype)
+            u = torch.eye(g.positions, dtype=v.dtype, device=v.device)
+            along = v.new_full((g.positions,), 1 / g.positions)
         else:
             u, along, rest = m.positions.eigenpairs()
             along = along / max(float(along.sum()) + rest * (g.positions - len(along)), 1e-30)
@@ -114,10 +115,10 @@ def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Bas
     size = min(len(every), max(most, LEADING))
     energy, order = every.sort(descending=True, stable=True)
     order, energy = order[:size], energy[:size]
-    starts = torch.tensor([0, *(len(e) for e in energies)]).cumsum(0)
+    starts = torch.tensor([0, *(len(e) for e in energies)]).cumsum(0).to(order.device)
     site = torch.bucketize(order, starts[1:], right=True)
     place = order - starts[site]
-    width = torch.tensor([v.size(1) for v in vs])[site]
+    width = torch.tensor([v.size(1) for v in vs]).to(order.device)[site]
     others = dimensions - size
     rest = max(0.0, 1 - float(energy.sum())) / others if others else 0.0
     return Basis(

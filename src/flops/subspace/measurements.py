@@ -2,6 +2,9 @@
 
 Of a point's draws the first are isotropic; the others measure the directions of the basis that are
 expected to hold most energy, one each, so that the directional derivative is the coordinate.
+
+Which point makes which draw is decided on the CPU; noise, basis and derivatives are on the device
+of what is perturbed.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flops.perturb.random import Kind, NoiseStream, generator
+from flops.perturb.random import CPU, Kind, NoiseStream
 from flops.subspace.basis import Basis
 from flops.subspace.moments import Grid
 
@@ -35,6 +38,7 @@ class Space:
         key: Of the noise: (seed, step, group).
         ids: Identity of each point for its noise.
         mask: 0 where the noise of a point cannot matter, shape (B, dimensions).
+        device: Where noise, derivatives and deltas are.
     """
 
     grids: Sequence[Grid]
@@ -46,6 +50,7 @@ class Space:
     key: tuple[int, ...]
     ids: list[int]
     mask: Tensor | None = None
+    device: torch.device = CPU
 
     @property
     def dimensions(self) -> int:
@@ -59,14 +64,22 @@ class Space:
 
 
 class Isotropic:
-    """Isotropic noise of all points, kept if it is small, else made anew when it is wanted."""
+    """Isotropic noise of all points, kept if it is small, else made anew when it is wanted.
+
+    Args:
+        space: Where the noise goes.
+        iso: Draws of each point, shape (B,), on the CPU.
+    """
 
     def __init__(self, space: Space, iso: Tensor) -> None:
         self._dtype, size = space.dtype, space.dimensions
-        self._stream = NoiseStream(space.noise, space.key, space.ids, iso.tolist(), size)
+        self._stream = NoiseStream(
+            space.noise, space.key, space.ids, iso.tolist(), size, space.device
+        )
         self._start = iso.cumsum(0) - iso
         small = int(iso.sum()) * size <= BLOCK
-        self._kept = torch.zeros(int(iso.sum()) if small else 0, size, dtype=self._dtype)
+        kept = int(iso.sum()) if small else 0
+        self._kept = torch.zeros(kept, size, dtype=self._dtype, device=space.device)
         self._have = torch.zeros(len(self._kept), dtype=torch.bool)
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
@@ -99,7 +112,8 @@ class Design:
         shaped = draws - iso
         self.prior, self._order = _order(space, known, int(shaped.max()))
         inside = torch.arange(self._order.size(1)) < shaped.unsqueeze(1)
-        self.measured = torch.zeros(space.size, known.size, dtype=torch.bool)
+        shape = (space.size, known.size)
+        self.measured = torch.zeros(shape, dtype=torch.bool, device=space.device)
         self.measured[torch.nonzero(inside)[:, 0], self._order[inside]] = True
         # As long as a Gaussian vector over the k directions: above rounding, below curvature.
         self._length = max(1.0, float(shaped.double().mean())) ** 0.5
@@ -108,7 +122,8 @@ class Design:
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
         """Noise of these draws, shape (draws, dimensions); a point's must be consecutive."""
         first = draws < self.iso[points]
-        z = torch.empty(len(points), self.space.dimensions, dtype=self.space.dtype)
+        shape = (len(points), self.space.dimensions)
+        z = torch.empty(shape, dtype=self.space.dtype, device=self.space.device)
         if bool(first.any()):
             z[first] = self.noise.rows(points[first], draws[first])
         number = self._number(points[~first], draws[~first])
@@ -123,8 +138,9 @@ class Design:
     def measurements(self, points: Tensor, derivatives: Tensor) -> Measurements:
         """All derivatives of the step, in the order of points and draws."""
         size, space = self.space.size, self.space
-        w = torch.zeros(size, max(1, int(self.draws.max())), dtype=space.dtype)
-        c = torch.zeros(size, self.known.size, dtype=space.dtype)
+        most = max(1, int(self.draws.max()))
+        w = torch.zeros(size, most, dtype=space.dtype, device=space.device)
+        c, derivatives = w.new_zeros(size, self.known.size), derivatives.to(space.device)
         firsts = torch.cumsum(self.draws, 0) - self.draws
         draw = torch.arange(len(points)) - firsts[points]
         w[points, draw] = derivatives
@@ -182,9 +198,9 @@ class Measurements:
         for points in _cut(order, count, self.space.dimensions):
             real = torch.arange(int(count[points].max())) < count[points].unsqueeze(1)
             place, draw = torch.nonzero(real).unbind(1)
-            noise = torch.zeros(*real.shape, self.space.dimensions, dtype=self.space.dtype)
+            noise = self.w.new_zeros(*real.shape, self.space.dimensions)
             noise[real] = self.noise.rows(points[place], draw)
-            yield points, real, noise
+            yield points, real.to(noise.device), noise
 
     def unfitted(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Points, numbers and noise of the isotropic draws beyond those, shape (rows,)."""
@@ -210,8 +226,8 @@ def needed(space: Space, shaped: Tensor) -> int:
 def real_directions(space: Space, known: Basis) -> Tensor:
     """Which directions are not on a point's padding, shape (B, m) or (1, m)."""
     if space.mask is None:
-        return torch.ones(1, known.size, dtype=torch.bool)
-    real = torch.ones(space.size, known.size, dtype=torch.bool)
+        return torch.ones(1, known.size, dtype=torch.bool, device=space.device)
+    real = torch.ones(space.size, known.size, dtype=torch.bool, device=space.device)
     for s, g in enumerate(space.grids):
         if not g.aligned:
             mine = torch.nonzero(known.site == s).flatten()
@@ -233,11 +249,11 @@ def _order(space: Space, known: Basis, most: int) -> tuple[Tensor, Tensor]:
             energy[:, mine] *= g.positions / valid
     # Positions are alike beforehand: which of them are measured is left to chance; padding comes
     # last.
-    chance = torch.stack(
-        [torch.rand(known.size, generator=generator(*space.key, 2, i)) for i in space.ids]
-    )
+    ones, points = [1] * size, torch.arange(size)
+    stream = NoiseStream("gaussian", (*space.key, 2), space.ids, ones, known.size, space.device)
+    chance = torch.special.ndtr(stream.rows(points, torch.zeros_like(points)))
     wish = torch.where(real, energy * (1 + 1e-3 * chance), -1.0)
-    return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most]
+    return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most].cpu()
 
 
 def _cut(order: Tensor, iso: Tensor, dimensions: int) -> Iterator[Tensor]:

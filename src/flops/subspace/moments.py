@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flops.perturb.activations import Site
-from flops.perturb.random import generator
+from flops.perturb.random import CPU, fill
 
 DENSE = 2048  # longest axis with a matrix of its own
 SKETCH = 128  # eigenpairs kept of a longer one
@@ -120,10 +120,10 @@ class Factor:
     trace: float
 
     @classmethod
-    def empty(cls, size: int, dtype: torch.dtype) -> Factor:
+    def empty(cls, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Factor:
         """Nothing is known."""
-        none = torch.zeros(size, 0, dtype=dtype)
-        matrix = torch.zeros(size, size, dtype=dtype) if size <= DENSE else None
+        none = torch.zeros(size, 0, dtype=dtype, device=device)
+        matrix = none.new_zeros(size, size) if size <= DENSE else None
         return cls(matrix, none, none[0], 0.0)
 
     @property
@@ -134,10 +134,10 @@ class Factor:
     def updated(self, keep: float, change: Change, step: int) -> Factor:
         """The old moment times ``keep``, plus the change."""
         if self.matrix is not None:
-            identity = torch.eye(len(self.matrix), dtype=self.matrix.dtype)
-            return Factor(keep * self.matrix + change.times(identity), self.vectors, self.values, 0)
-        source = generator(self.size, step)
-        fresh = torch.randn(self.size, FRESH, generator=source).to(self.vectors)
+            matrix = self.matrix
+            identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+            return Factor(keep * matrix + change.times(identity), self.vectors, self.values, 0)
+        fresh = fill("gaussian", (self.size, step), self.vectors.new_empty(self.size, FRESH))
 
         def times(x: Tensor) -> Tensor:
             return keep * (self.vectors * self.values) @ (self.vectors.T @ x) + change.times(x)
@@ -171,27 +171,29 @@ class Moments:
     channels: Factor
 
     @classmethod
-    def empty(cls, g: Grid, dtype: torch.dtype) -> Moments:
+    def empty(cls, g: Grid, dtype: torch.dtype, device: torch.device = CPU) -> Moments:
         """Nothing is known."""
-        positions = Factor.empty(g.positions, dtype) if g.aligned else None
-        return cls(positions, Factor.empty(g.channels, dtype))
+        positions = Factor.empty(g.positions, dtype, device) if g.aligned else None
+        return cls(positions, Factor.empty(g.channels, dtype, device))
 
     def to_memory(self) -> dict[str, Any]:
         """Plain values, for the state."""
         return {n: None if f is None else dict(vars(f)) for n, f in vars(self).items()}
 
     @classmethod
-    def from_memory(cls, kept: Mapping[str, Any], dtype: torch.dtype) -> Moments:
-        """Back from the state, in this precision."""
+    def from_memory(
+        cls, kept: Mapping[str, Any], dtype: torch.dtype, device: torch.device = CPU
+    ) -> Moments:
+        """Back from the state, in this precision and on this device."""
 
         def factor(saved: Mapping[str, Any] | None) -> Factor | None:
             if saved is None:
                 return None
             matrix, vectors, values = (saved[n] for n in ("matrix", "vectors", "values"))
             return Factor(
-                None if matrix is None else matrix.to(dtype),
-                vectors.to(dtype),
-                values.to(dtype),
+                None if matrix is None else matrix.to(device, dtype),
+                vectors.to(device, dtype),
+                values.to(device, dtype),
                 float(saved["trace"]),
             )
 

@@ -63,9 +63,9 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
     space, known = measurements.space, measurements.known
     inside = known.lift(measurements.c)
     tail, outside, correction = (torch.zeros_like(inside) for _ in range(3))
-    missed, error = (torch.zeros(len(inside), dtype=inside.dtype) for _ in range(2))
+    missed, error = (inside.new_zeros(len(inside)) for _ in range(2))
     factors = RIDGES if tune else RIDGES[:1]
-    scores = torch.zeros(len(factors), dtype=torch.float64)
+    scores = [0.0] * len(factors)
     prior = torch.where(measurements.measured, 0.0, measurements.prior)
     flat = known.rest * (space.dimensions - known.size)
     for points, real, whole in measurements.blocks():  # whole: noise, shape (b, n, dimensions)
@@ -73,7 +73,7 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         e = known.coordinates(seen.flatten(0, 1)).view(*real.shape, -1)
         derivatives = torch.where(real, measurements.w[points, : real.size(1)], 0.0)
         r = derivatives - (e @ measurements.c[points].unsqueeze(2)).squeeze(2)
-        count = measurements.fitted[points].unsqueeze(1)
+        count = measurements.fitted[points].unsqueeze(1).to(r.device)
         kernel = (e * prior[points].unsqueeze(1)) @ e.transpose(1, 2)
         if known.rest > 0:
             kernel += known.rest * (seen @ seen.transpose(1, 2) - e @ e.transpose(1, 2))
@@ -82,7 +82,7 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         fits = [posterior(kernel, r, noise * factor, real) for factor in factors]
         squares = r.square().sum(1, keepdim=True).clamp(min=torch.finfo(r.dtype).tiny)
         for i, one in enumerate(fits):  # each point counts by its number of queries
-            scores[i] += (one.held_out.square() / squares * count).double().sum()
+            scores[i] += float((one.held_out.square() / squares * count).double().sum())
         fit = fits[0]
         weights = torch.stack([fit.alpha, fit.without - fit.alpha, r], 1)  # (b, 3, n)
         in_z, in_e = weights @ seen, weights @ e
@@ -90,7 +90,7 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
             [prior[points], prior[points], 1.0 * measurements.measured[points]], 1
         )
         # Inside the known directions by their energies, outside of them all alike.
-        scale = torch.tensor([known.rest, known.rest, 0.0], dtype=r.dtype).view(1, 3, 1)
+        scale = torch.tensor([known.rest, known.rest, 0.0]).view(1, 3, 1).to(r)
         fitted = known.lift((within - scale * in_e).flatten(0, 1)).view_as(in_z) + scale * in_z
         tail[points] = fitted[:, 0]
         held_out = (fit.held_out / count).unsqueeze(1)
@@ -103,12 +103,12 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         e = known.coordinates(seen)
         r = measurements.w[at, draw] - (measurements.c[at] * e).sum(1)
         rest = seen - known.lift(torch.where(measurements.measured[at], e, 0.0))
-        outside.index_add_(0, at, r.unsqueeze(1) * rest)
-        missed.index_add_(0, at, r.square())
-    n = measurements.iso.clamp(min=1)
+        outside.index_add_(0, at.to(r.device), r.unsqueeze(1) * rest)
+        missed.index_add_(0, at.to(r.device), r.square())
+    n = measurements.iso.clamp(min=1).to(missed.device)
     outside, missed = outside / n.unsqueeze(1), missed / n
-    best = int(scores.argmin())
-    if float(scores[best]) < CLEARLY * float(scores[0]):
+    best = scores.index(min(scores))
+    if scores[best] < CLEARLY * scores[0]:
         ridge = min(100.0, max(1e-4, ridge * factors[best]))
     return Regression(inside, tail, outside, correction, missed, error, ridge)
 
@@ -116,7 +116,8 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
 def coherence(measurements: Measurements, found: Regression) -> tuple[float, float]:
     """Squared length of the batch's summed correction, and the part of it that is noise."""
     live = measurements.iso > 0
-    noise = (found.error * measurements.space.dimensions)[live] / measurements.fitted[live]
+    fitted = measurements.fitted[live].to(found.error.device)
+    noise = (found.error * measurements.space.dimensions)[live] / fitted
     return float(found.correction.sum(0).square().sum()), float(noise.sum())
 
 

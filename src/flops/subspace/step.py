@@ -90,9 +90,9 @@ class ShapedStep:
         alike = shaping.explore != 1 and bool((iso == draws).all())
         self._warm = self._steps < shaping.warm or alike
         iso = draws if self._warm else iso
-        with _full_precision():
+        with _full_precision(space.device):
             known = leading(space.grids, self._moments, needed(space, draws - iso))
-        iso = torch.maximum(iso, draws - real_directions(space, known).sum(1))
+        iso = torch.maximum(iso, draws - real_directions(space, known).sum(1).cpu())
         if decide is not None:
             parts = {name: value for name, value in vars(known).items() if name != "grids"}
             kept = decide("directions", {"warm": self._warm, "iso": iso, "known": parts})
@@ -114,7 +114,7 @@ class ShapedStep:
         space, shaping, explained = self.space, self._shaping, self._explained
         design, draws, iso = self._design, self._design.draws, self._design.iso
         measurements = design.measurements(points, derivatives)
-        with _full_precision():
+        with _full_precision(space.device):
             ridge = float(memory.get("ridge", 1.0))
             found = regress(measurements, ridge, tune=steps % TUNE == 0)
         whole = float(found.energy.sum())
@@ -124,21 +124,22 @@ class ShapedStep:
             after = _running(explained, now) if explained else now
             keep, memory["best"] = shaping.keep(now, spread, after, float(memory.get("best", 0.0)))
         if whole > 0:  # else there was nothing to learn from
-            with _full_precision():
+            with _full_precision(space.device):
                 moments = learn(measurements, found, self._moments, keep, steps, self._losses)
             memory["moments"] = [m.to_memory() for m in moments]
             memory["shaped_steps"] = steps + 1
         eta = 1.0
         if warm:
             self.delta = found.outside
-            error = found.energy * space.dimensions / draws.clamp(min=1)
+            error = found.energy * space.dimensions / draws.clamp(min=1).to(space.device)
         else:
             memory["explained_variance"] = after
             memory["ridge"] = found.ridge
             if not shaping.unbiased:
                 eta = _signal(memory, measurements, found)
             self.delta = found.inside + found.tail + eta * found.correction
-            noise = found.error * space.dimensions / measurements.fitted.clamp(min=1)
+            fitted = measurements.fitted.clamp(min=1).to(space.device)
+            noise = found.error * space.dimensions / fitted
             error = (1 - eta) ** 2 * found.error + eta**2 * noise
         by_site = [0.0] * len(space.grids)
         if not warm:
@@ -162,21 +163,21 @@ class ShapedStep:
         real = torch.arange(measurements.w.size(1)) < draws.unsqueeze(1)
         at, number = torch.nonzero(real).unbind(1)
         self.isotropic = number < iso[at]
-        self.shaped = ShapedEstimate(found.energy, error, space.dimensions, report)
+        self.shaped = ShapedEstimate(found.energy.cpu(), error.cpu(), space.dimensions, report)
 
 
-def _full_precision() -> torch.autocast:
+def _full_precision(device: torch.device) -> torch.autocast:
     """Outside of the user's autocast, which the queries keep."""
-    return torch.autocast("cpu", enabled=False)
+    return torch.autocast(device.type, enabled=False)
 
 
 def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:
     """What is known so far; a site whose positions are no longer aligned keeps its channels."""
-    found = [Moments.empty(g, space.dtype) for g in space.grids]
+    found = [Moments.empty(g, space.dtype, space.device) for g in space.grids]
     if len(kept) != len(found):
         return found
     for s, (g, saved) in enumerate(zip(space.grids, kept, strict=True)):
-        m = Moments.from_memory(saved, space.dtype)
+        m = Moments.from_memory(saved, space.dtype, space.device)
         m = m if g.aligned else Moments(None, m.channels)
         along = m.positions is None or m.positions.size == g.positions
         if m.channels.size == g.channels and along:
@@ -238,9 +239,9 @@ def learn(
     E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was measured.
     """
     space, known = measurements.space, measurements.known
-    n = measurements.iso.clamp(min=1).to(space.dtype)
+    n = measurements.iso.clamp(min=1).to(space.device, space.dtype)
     resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
-    live = (found.energy > (10 * resolution) ** 2) & (measurements.iso > 0)
+    live = (found.energy > (10 * resolution) ** 2) & (measurements.iso > 0).to(space.device)
     weight = torch.where(live, n.square() / torch.where(live, found.energy, 1.0), 0.0)
     over = 1 / (n + 1)
     plus = (found.inside + found.outside) * weight.sqrt().unsqueeze(1)
@@ -279,5 +280,5 @@ def learn(
 def _change(
     plus: Tensor, minus: Tensor, floor: float, vectors: Tensor, number: Tensor, cover: Tensor
 ) -> Change:
-    summed = torch.zeros(vectors.size(1), dtype=plus.dtype).index_add_(0, number, cover)
+    summed = plus.new_zeros(vectors.size(1)).index_add_(0, number, cover)
     return Change(plus, minus, floor, vectors, summed)

@@ -1,0 +1,38 @@
+"""On another device than the CPU noise is made there: only keys and losses cross over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.contract import ESTIMATORS
+
+BOUND = 72  # elements: two integers for each of 36 draws; the noise of one draw alone is more
+OTHERS = ["bits", "tokens", "tokens-shaped", "tokens-es", "tokens-es-shaped", "tokens-es-shared"]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[int, float]]:
+    """Of every case the largest copy to the device, and how far its gradients are off."""
+    command = [sys.executable, "-m", "tests.support.device_steps"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS, *OTHERS])
+def test_steps_on_a_device(found: dict[str, tuple[int, float]], name: str) -> None:
+    largest, difference = found[name]
+    assert 0 < largest <= BOUND
+    assert difference < 1e-6  # to the same noise on the CPU, in double precision
+
+
+def test_a_copy_of_noise_is_seen() -> None:
+    """The noise of a group that is made on the CPU after all breaks the bound."""
+    command = [sys.executable, "-m", "tests.support.device_steps", "--planted"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert all(largest > BOUND for largest, _ in json.loads(run.stdout).values())
