@@ -40,7 +40,7 @@ from flops.passes.local_vjp import LocalTarget
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
 from flops.passes.structure import Call
-from flops.perturb.activation_checks import check_sites
+from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
 from flops.perturb.random import KINDS, Kind, NoiseStream, negative, values
 from flops.subspace.config import Shaping
@@ -132,8 +132,13 @@ class LikelihoodRatio(Estimator):
             ]
         local.sort(key=lambda t: passes.structure.calls[t.last].end)
         sites = Sites(selection.name, modules, tuple(local), passes, reuse)
-        check_sites(sites, passes)
+        check_foreign(sites)
         return sites
+
+    def verify(self, binding: Sites, passes: Passes) -> None:
+        """The targets' parameters must act through the perturbed outputs alone, row by row."""
+        check_shared_outputs(binding, passes)
+        check_bypass(binding, passes)
 
     def begin(self, binding: Sites, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""

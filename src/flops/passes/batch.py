@@ -78,17 +78,24 @@ class Batch:
         found = [*self._leaves, *self._targets]
         return [leaf.tensor if isinstance(leaf, Shared) else leaf for leaf in found]
 
-    def signature(self) -> tuple[Any, ...]:
-        """What the structure of a forward pass may depend on: shapes and types, but for B."""
+    def signatures(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What shapes in a forward pass may depend on, but for B; and what its structure may.
+
+        The first holds all sizes, the second numbers of axes alone, but for sizes of 0 and 1.
+        """
         shapes: list[tuple[Any, ...]] = []
+        kinds: list[tuple[Any, ...]] = []
         for leaf in self._leaves:
             value = leaf.tensor if isinstance(leaf, Shared) else leaf
             cut = 1 if self._is_cut(leaf) else 0
             if isinstance(value, Tensor | np.ndarray):
-                shapes.append((type(leaf), cut, tuple(value.shape[cut:]), value.dtype))
+                shape = tuple(value.shape[cut:])
+                shapes.append((type(leaf), cut, shape, value.dtype))
+                kinds.append((type(leaf), cut, tuple(min(n, 2) for n in shape), value.dtype))
             else:
                 shapes.append((type(leaf), cut, None if cut else repr(value)))
-        return (str(self._spec), tuple(shapes))
+                kinds.append(shapes[-1])
+        return (str(self._spec), tuple(shapes)), (str(self._spec), tuple(kinds))
 
     def _is_cut(self, leaf: Any) -> bool:
         return _length(leaf) == self.size

@@ -135,3 +135,41 @@ def _product(
         return tree_unflatten(detached, spec)
 
     return action
+
+
+def looking(
+    target: LocalTarget, at: Sequence[int], found: dict[int, set[int]]
+) -> dict[int, Action]:
+    """Actions that run a target with gradients on and note which parameters its graph reaches.
+
+    Args:
+        target: The target.
+        at: Positions of the perturbed tensors in its output.
+        found: Gets the ``id`` of these parameters, by the number of the target's last call.
+    """
+
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target.first == target.last:
+            args, kwargs = _detached(args), _detached(kwargs)
+        with torch.enable_grad():
+            leaves, spec = tree_flatten(forward(*args, **kwargs))
+        found[target.last] = _leaves_of([leaves[i].grad_fn for i in at])
+        torch.set_grad_enabled(False)  # the end of a stage
+        return tree_unflatten(_detached(leaves), spec)
+
+    actions: dict[int, Action] = {} if target.first == target.last else {target.first: _open}
+    return {**actions, target.last: action}
+
+
+def _leaves_of(nodes: Sequence[Any]) -> set[int]:
+    """Tensors at the leaves of autograd graphs, by ``id``."""
+    found, seen, todo = set(), set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo.extend(after for after, _ in node.next_functions)
+    return found
