@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from flops.passes.checks import Buffers, RandomState, check_deterministic, check
 from flops.passes.embedding import Embedding, find_embedding
 from flops.passes.interrupts import check
 from flops.passes.replay import Passes
-from flops.passes.structure import FEW, FOLDED, MORE, Leaf, Structure, inspect, resized
+from flops.passes.structure import FEW, MORE, Structure, inspect, resized
 from flops.perturb.activation_checks import check_differentiable
 
 MOST = 256  # a layout is small
@@ -181,33 +180,30 @@ class Layouts:
 
 
 def _confirmed(passes: Passes, bindings: Sequence[Binding]) -> bool:
-    """Look at the targets' graphs, and try out the prefix that skips most.
+    """Look at the targets' graphs, and try out the prefixes that skip least, most and in between.
 
     What no data flow shows is whether a skipped module does something else than to compute, such
     as to count its calls.
     """
     prefixes = [prefix for binding in bindings for prefix in binding.prefixes if prefix.replayed]
-    deepest = max(prefixes, key=lambda p: (p.share, len(p.replayed)), default=None)
-    wanted = frozenset() if deepest is None else deepest.needed
-    if deepest is None and not any(binding.local for binding in bindings):
+    inside = passes.structure.inside
+    prefixes.sort(key=lambda prefix: len(inside(call.number for call in prefix.replayed)))
+    places = sorted({0, len(prefixes) // 2, len(prefixes) - 1}) if prefixes else []
+    tried = [prefixes[place] for place in places]
+    if not tried and not any(binding.local for binding in bindings):
         return True
+    wanted = frozenset().union(*(prefix.needed for prefix in tried))
     record = check_differentiable(passes, bindings, wanted)
-    return deepest is None or passes.holds(deepest, record)
+    return all(passes.holds(prefix, record) for prefix in tried)
 
 
 def _rows_in(room: int, structure: Structure, noise: int) -> int:
     """Rows of a pass that fit into so many bytes, a power of two."""
     sizes = sorted(
-        (sum(_bytes(leaf) for _, leaf in call.tensors) for call in structure.calls), reverse=True
+        (sum(leaf.row_bytes for _, leaf in call.tensors) for call in structure.calls), reverse=True
     )
     row = 2 * sum(sizes[:LARGEST]) + 3 * 4 * noise  # drawn, with its sign, and added
     return 1 << (max(2, room // max(row, 1)).bit_length() - 1)
-
-
-def _bytes(leaf: Leaf) -> int:
-    rows = MORE if leaf.axis == FOLDED else 1
-    row = prod(leaf.row_shape if leaf.axis != FOLDED else leaf.shape) // rows
-    return int(row) * leaf.dtype.itemsize
 
 
 def _check_uses(

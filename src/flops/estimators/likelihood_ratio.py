@@ -373,7 +373,8 @@ def _stage(
         if after.start < before.end:
             raise CoverageError(f"stage '{group}': '{after.name}' runs inside '{before.name}'")
     parameters = dict.fromkeys(p for m in modules.values() for p in _trainable(m))
-    return LocalTarget(group, order[0].number, order[-1].number, tuple(parameters))
+    between = tuple(call.number for call in order[:-1])
+    return LocalTarget(group, order[0].number, order[-1].number, tuple(parameters), between)
 
 
 def _trainable(module: nn.Module) -> tuple[nn.Parameter, ...]:

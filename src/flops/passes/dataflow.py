@@ -93,6 +93,8 @@ class Flow:
     """Call and position in its output, by storage."""
     parameters: dict[int, int] = field(default_factory=dict)
     """``id`` of the parameter, by storage."""
+    result: frozenset[int] = frozenset()
+    """Storages of the losses."""
 
     def replay(self, replayed: Iterable[int], inside: Mapping[int, int]) -> Replay:
         """What is read of some calls if the rest of the pass runs.
@@ -110,11 +112,15 @@ class Flow:
                         wrote.setdefault(storage, set()).add(inside[event.call])
         read: set[int] = set()
         leaks: set[int] = set()
-        sure = True
-        for event in self.events:
+        wanted, sure = set(self.result), True
+        for event in reversed(self.events):
             if event.call in inside:
                 continue
-            sure = sure and not (event.host or event.hidden)
+            unsure = event.host or event.hidden
+            if not unsure and wanted.isdisjoint(event.writes):
+                continue  # only replayed calls take what it computes
+            sure = sure and not unsure
+            wanted.update(event.reads)
             for storage in event.reads:
                 owner = self.outputs.get(storage, (ROOT, 0))[0]
                 if owner in chosen:
@@ -224,8 +230,9 @@ class FlowMeter:
         name = packet.__name__
         given = self._storages(tree_flatten((args, kwargs))[0])
         made = self._storages(tree_flatten(out)[0])
-        if name.startswith("lift_fresh"):  # a constant of the source code
-            self._written |= given.keys() | made.keys()
+        if name.startswith("lift_fresh"):  # from Python: a constant, unless values went there
+            if not any(event.host for event in self.flow.events):
+                self._written |= given.keys() | made.keys()
             return
         if func.is_view:
             return
@@ -250,6 +257,10 @@ class FlowMeter:
         if storage is not None:
             host = storage in self._floats
             self.flow.events.append(Event(self.call, self.time, (storage,), (), frozenset(), host))
+
+    def end(self, losses: Tensor) -> None:
+        """What the pass was made for."""
+        self.flow.result = frozenset(self._storages([losses]))
 
     def settle(self, other: FlowMeter) -> None:
         """What another pass saw as well was there before both, and hides nothing."""

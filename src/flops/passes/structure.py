@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -48,6 +49,13 @@ class Leaf:
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one row, without the batch axis."""
         return tuple(size for dim, size in enumerate(self.shape) if dim != self.axis)
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row."""
+        rows = MORE if self.axis == FOLDED else 1
+        sizes = self.shape if self.axis == FOLDED else self.row_shape
+        return prod(sizes) // rows * self.dtype.itemsize
 
 
 @dataclass
@@ -158,6 +166,7 @@ def inspect(
     with scripted(modules, everywhere(few.copying, modules)), watch, work, few.meter:
         losses_few = batch.losses(model, rows[:FEW])
     few.close()
+    few.meter.end(losses_few)
     with scripted(modules, everywhere(more.action, modules)), more.meter:
         losses = batch.losses(model, rows)
     more.close()
@@ -374,7 +383,7 @@ def _renumbered(flow: Flow, calls: Sequence[Call], number: Mapping[int, int]) ->
         place[call.number] = number.get(call.number, around)
     events = [replace(event, call=place[event.call]) for event in flow.events]
     outputs = {s: (number[c], i) for s, (c, i) in flow.outputs.items() if c in number}
-    return Flow(events, outputs, flow.parameters)
+    return Flow(events, outputs, flow.parameters, flow.result)
 
 
 def _children(calls: Sequence[Call]) -> dict[int | None, list[int]]:
