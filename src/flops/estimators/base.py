@@ -353,11 +353,11 @@ def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None =
             f"directional derivatives of easy points; raise sigma{nothing}, or see "
             "`flops.diagnose`",
             PrecisionWarning,
-            stacklevel=_outside(),
+            stacklevel=users_frame(),
         )
 
 
-def _outside() -> int:
+def users_frame() -> int:
     """How far up the stack the user's code is, for warnings that point there."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import BatchError
 
 LossFunction = Callable[[Any, Any], Tensor]
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Batch:
         targets = tree_unflatten(
             [self._rows(leaf, rows) for leaf in self._targets], self._target_spec
         )
-        losses = self._loss_fn(outputs, targets)
+        losses = self._loss_fn(_wide(outputs), targets)
         count = self.size if rows is None else len(rows)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (count,):
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -172,6 +173,13 @@ def _length(leaf: Any) -> int | None:
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None
     return len(leaf) if isinstance(leaf, list) else None
+
+
+def _wide(outputs: Any) -> Any:
+    """Outputs in single precision at least: a loss in half precision has two or three digits."""
+    return tree_map(
+        lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _NARROW else x, outputs
+    )
 
 
 def positions(index: Tensor | Sequence[int] | None, size: int) -> Tensor | None:
