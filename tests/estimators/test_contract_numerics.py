@@ -38,18 +38,19 @@ def model() -> Net:
 def test_half_precision(name: str, dtype: torch.dtype, model: Net) -> None:
     x, y = (t.to(dtype) for t in data())
     estimator = ESTIMATORS[name]
-    if estimator.sigma is not None:
+    if estimator.minimum_queries > 0:
         estimator = dataclasses.replace(estimator, sigma=0.1)
-    seen = []
+    seen, read = [], []
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-        seen.append(outputs.dtype)
+        read.append(outputs.dtype)
         return squared(outputs, targets)
 
-    model.to(dtype)
+    model.to(dtype).register_forward_hook(lambda _, args, out: seen.append(out.dtype))
     fg = ForwardGradient(model, loss_fn, groups(model, estimator))
     fg.estimate(x, y)
     assert set(seen) == {dtype}  # the model itself is not widened
+    assert set(read) == {torch.float32}  # its losses are
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == dtype
@@ -61,7 +62,7 @@ def test_half_precision(name: str, dtype: torch.dtype, model: Net) -> None:
 def test_half_precision_keeps_the_gradient(name: str, model: Net) -> None:
     x, y = data()
     estimator = ESTIMATORS[name]
-    if estimator.sigma is not None:
+    if estimator.minimum_queries > 0:
         estimator = dataclasses.replace(estimator, sigma=0.3)
     truth = gradient(ForwardGradient(model, squared, groups(model, estimator)), x, y)
     half = copy.deepcopy(model).bfloat16()
@@ -74,7 +75,7 @@ def test_half_precision_keeps_the_gradient(name: str, model: Net) -> None:
 def test_autocast_sees_the_perturbed_parameters(name: str, model: Net) -> None:
     x, y = (t.float() for t in data())
     estimator = ESTIMATORS[name]
-    if estimator.sigma is not None:
+    if estimator.minimum_queries > 0:
         estimator = dataclasses.replace(estimator, sigma=0.3)
     model.float()
 

@@ -129,7 +129,7 @@ class Whole:
     """As much of a batch as the structure needs."""
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.size = x, len(x)
+        self.x, self.size, self.leaves = x, len(x), [x]
 
     def losses(self, model: nn.Module, rows: Tensor) -> Tensor:
         return model(self.x[rows]).flatten(1).double().sum(1)

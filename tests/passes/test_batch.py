@@ -148,7 +148,7 @@ def test_inputs_and_targets_of_different_sizes_are_refused(targets: Any) -> None
 
 def test_the_signature_knows_shapes_and_constants_but_not_the_size() -> None:
     def of(inputs: Any) -> Any:
-        return Batch(inputs, None, squared).signature()
+        return Batch(inputs, None, squared).signatures()[0]
 
     assert of(X) == of(X[:3])
     assert of((X, ["a", "b", "c", "d"])) == of((X[:2], ["e", "f"]))

@@ -77,7 +77,7 @@ def brute_lr(
     """Likelihood ratio of one group whose targets are these modules (for a stage: one target)."""
     stage = estimator.targets == "stage"
     sites = list(modules)[-1:] if stage else list(modules)
-    sigma = estimator.sigma
+    sigma = estimator.sigma or 1e-3
     with torch.no_grad():
         width = sum(out.numel() for out in outputs_of(run, 0, sites))
     draws = queries // estimator.unit

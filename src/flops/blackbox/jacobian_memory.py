@@ -313,7 +313,7 @@ class _Recycled(Estimation):
         unit = self._options.unit
         z = self._stream.rows(rows.points[::unit], rows.draws[::unit])
         signed = z if unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
-        edits = self._binding.edits(signed, self._options.sigma)
+        edits = self._binding.edits(signed, self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
     def tell(self, rows: Rows, answer: Answer) -> Tensor:
@@ -332,7 +332,7 @@ class _Recycled(Estimation):
         self._derivatives, self._points = values, points
         r = estimator.outputs.derivative(queries.clean, torch.tensor(queries.ids))
         self._found = estimator.known.estimate(queries, torch.cat(self._outputs), self._draws, r)
-        warn_if_rounding(queries, values * self._options.sigma)
+        warn_if_rounding(queries, values * self._options.scale)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
         """The local VJP of an identity."""

@@ -33,6 +33,7 @@ from flops.engine.step import GroupStep, QueryLoop
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
 from flops.estimators.base import Answer, Estimator, Queries
+from flops.estimators.likelihood_ratio import default_sigma
 from flops.estimators.parameter_noise import ParameterNoise
 from flops.estimators.variance import ENERGY_STEPS
 
@@ -272,5 +273,5 @@ def _on_identity(
         options = LikelihoodRatio(
             options.sigma, "block", options.used_baseline, options.kind, options.shaping
         )
-    options = replace(options, targets="block")
+    options = replace(options, targets="block", sigma=options.sigma or default_sigma(torch.float32))
     return options if outputs is None else RecycledLikelihoodRatio(options, outputs, size)

@@ -159,7 +159,7 @@ def diagnose(
             if group.estimator.shaping is not None:
                 shaping_rows += bench.shaping(repeats)
             allocator_rows += bench.allocators(chosen, repeats, trace_queries)
-            if sigmas and group.estimator.sigma is not None:
+            if sigmas and group.estimator.minimum_queries > 0:
                 sigma_rows += sweep(group, bench.at_counts, session.losses, sigmas, exact)
     return Diagnosis(float(session.losses.mean()), allocator_rows, sigma_rows, shaping_rows)
 

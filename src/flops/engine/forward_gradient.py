@@ -41,7 +41,6 @@ from flops.passes.batch import Batch, LossFunction, positions
 from flops.passes.checks import check_modes, unwrap
 from flops.passes.intercept import Claim
 from flops.passes.interrupts import Hold, Whole
-from flops.passes.memory import free_room, rows_for
 
 SCHEMA = 2
 RENAMED = {"captured": "explained_variance", "captures": "explained_by_site"}  # since schema 1
@@ -57,8 +56,8 @@ class ForwardGradient:
         allocator: How a group's budget is spread over the points; each group gets a copy.
         embedding: Module (or its name) whose output allocators may compare points by.
         seed: Key of all noise.
-        chunk: Most rows in one pass of queries or local products; None goes by the free memory. The
-            clean pass takes the whole batch at once.
+        chunk: Most rows in one pass of queries or local products; None for as many as the clean
+            pass has, which takes the whole batch at once, or more where they take little memory.
         reuse: Replay what lies before the first noise instead of computing it again.
         process_group: Processes of `torch.distributed` that share the queries of every step;
             "auto" takes the default group where one is initialised, None runs alone. All of them
@@ -93,7 +92,6 @@ class ForwardGradient:
         self.loss_fn, self.embedding, self.reuse = loss_fn, embedding, reuse
         self.seed, self.process_group = operator.index(seed), process_group
         self.chunk = chunk
-        self._room = free_room(self.model)
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
         if groups is None:
             groups = automatic_groups(self.modules, LikelihoodRatio())
@@ -181,7 +179,7 @@ class ForwardGradient:
             loss=_mean_loss(session, [step.loss for step in steps]),
             queries=session.cost.rows,
             forward_equivalents=ForwardEquivalents(
-                session.clean, session.cost.queries, session.cost.local, float(session.probe)
+                session.clean, session.cost.queries, session.cost.local, session.probe
             ),
             counts={name: step.counts for name, step in named.items()},
             dropped={name: step.dropped for name, step in named.items()},
@@ -220,13 +218,8 @@ class ForwardGradient:
         if not ranks.alone:
             prints = fingerprint(self.model, batch.leaves, places, self.steps, self.seed)
             ranks.check_same(prints)
-        room = int(ranks.broadcast(torch.tensor(self._room)))
-
-        def rows(layout: Layout) -> int:
-            return self.chunk or rows_for(room, layout.structure, layout.noise)
-
         reads = self._reads_clean if skip else None
-        model = opened(self.model, self.modules, self._layouts, batch, reads, rows, ranks)
+        model = opened(self.model, self.modules, self._layouts, batch, reads, self.chunk, ranks)
         with Hold(), Claim(self.modules), model as session:
             session.index = places
             yield session
@@ -285,7 +278,6 @@ class ForwardGradient:
             "schema": SCHEMA,
             "seed": self.seed,
             "step": self.steps,
-            "room": self._room,
             "groups": [group.name for group in self.groups],
             "allocators": {n: copy.deepcopy(a.state_dict()) for n, a in self.allocators.items()},
             "memory": copy.deepcopy(self.memory),
@@ -316,7 +308,6 @@ class ForwardGradient:
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
         self.allocators = loaded
         self.seed, self.steps = int(state["seed"]), int(state["step"])
-        self._room = int(state.get("room", self._room))
         self.memory = {
             name: {RENAMED.get(key, key): copy.deepcopy(value) for key, value in kept.items()}
             for name, kept in state["memory"].items()

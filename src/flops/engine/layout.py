@@ -1,6 +1,8 @@
 """Layouts: what is found out about a model once per kind of input, and kept.
 
-A kind of input is its shapes and types but for the batch size, with the modes of the modules.
+A kind of input is its types and numbers of axes, with the modes of the modules. Sizes (the length
+of a sequence) change shapes and work, not the structure: a further length of a known kind takes one
+pass of two rows, or none where nothing is perturbed but parameters.
 """
 
 from __future__ import annotations
@@ -14,22 +16,32 @@ from torch import nn
 
 from flops.engine.groups import ResolvedGroup
 from flops.errors import BatchError, CoverageError
-from flops.estimators.base import Binding
 from flops.passes.batch import Batch
+from flops.passes.binding import Binding
 from flops.passes.checks import Buffers, RandomState, check_deterministic, check_finite
 from flops.passes.embedding import Embedding, find_embedding
 from flops.passes.interrupts import check
 from flops.passes.replay import Passes
-from flops.passes.structure import FEW, MORE, Structure, inspect
+from flops.passes.structure import FEW, MORE, Structure, inspect, resized
+from flops.perturb.activation_checks import check_differentiable
 
-MOST = 256  # a layout is small: the outputs of its few rows are let go
+MOST = 256  # a layout is small
+ROWS = 256  # more rows in a pass are no faster on a CPU
+ROOM = 1 << 28  # bytes that a pass may take, whatever the batch
+LARGEST = 3  # outputs that count, twice each: a module's input and output live at the same time
 
 
 @dataclass
 class Layout:
     """What is known about one kind of input.
 
-    ``alone`` if it was seen with a single point, which cannot show whether points mix.
+    Attributes:
+        structure: Of the forward pass.
+        bindings: Of the groups' estimators.
+        embedding: Where points are embedded, if they are.
+        alone: Whether it was seen with a single point, which cannot show whether points mix.
+        needed: Calls whose clean outputs must be recorded.
+        rows: Rows in a pass that take little memory.
     """
 
     structure: Structure
@@ -37,15 +49,15 @@ class Layout:
     embedding: Embedding | None
     alone: bool
 
-    @property
-    def needed(self) -> frozenset[int]:
-        """Calls whose clean outputs must be recorded."""
-        return frozenset().union(*(binding.needed for binding in self.bindings))
+    def __post_init__(self) -> None:
+        """What every step would work out again."""
+        self.needed = frozenset().union(*(binding.needed for binding in self.bindings))
+        noise = max((b.noise_size for b in self.bindings), default=0)
+        self.rows = _rows_in(ROOM, self.structure, noise)
 
-    @property
-    def noise(self) -> int:
-        """Most noise values on the outputs of a row."""
-        return max((b.noise_size for b in self.bindings), default=0)
+    def chunk(self, size: int) -> int:
+        """Most rows in a pass: as many as the clean pass has, or as fit into little memory."""
+        return min(ROWS, max(size, self.rows))
 
 
 class Layouts:
@@ -73,6 +85,7 @@ class Layouts:
         self._embedding, self._embed = embedding, embed
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._known: dict[Any, Layout] = {}
+        self._kinds: dict[Any, Layout] = {}
 
     @property
     def latest(self) -> Layout | None:
@@ -81,10 +94,10 @@ class Layouts:
 
     def __getstate__(self) -> dict[str, Any]:
         # Layouts know parameters by their identity, which no copy shares: it finds its own.
-        return {**self.__dict__, "_known": {}}
+        return {**self.__dict__, "_known": {}, "_kinds": {}}
 
-    def find(self, batch: Batch, state: RandomState) -> tuple[Layout, int]:
-        """The layout for this kind of input, and how many rows it took to find out."""
+    def find(self, batch: Batch, state: RandomState) -> tuple[Layout, float]:
+        """The layout for this kind of input, and how many passes of a row it took to find out."""
         trainable = {id(p): n for n, p in self._model.named_parameters() if p.requires_grad}
         before = {n: id(p) for n, p in self._trainable.items()}
         changed = {n for n, _ in before.items() ^ {n: i for i, n in trainable.items()}.items()}
@@ -94,22 +107,28 @@ class Layouts:
                 f"made: {sorted(changed)[:5]}. Make a new one, and load the state_dict of this one."
             )
         modes = tuple(module.training for module in self._modules.values())
-        kinds = tuple((p.dtype, p.device) for p in self._model.parameters())
-        key = (batch.signature(), modes, kinds)
-        known = self._known.get(key)
+        types = tuple((p.dtype, p.device) for p in self._model.parameters())
+        sizes, kind = ((signature, modes, types) for signature in batch.signatures())
+        known = self._known.get(sizes)
         if known and not (known.alone and batch.size > 1):
-            self._known[key] = self._known.pop(key)  # the latest used is the last to go
-            return known, 0
-        layout, rows = self._inspect(batch, state, trainable)
+            self._known[sizes] = self._known.pop(sizes)  # the latest used is the last to go
+            return known, 0.0
+        alike = self._kinds.get(kind)
+        layout, cost = None, 0.0
+        if alike and not (alike.alone and batch.size > 1):
+            layout, cost = self._resize(alike, batch, state)
+        if layout is None:
+            layout, more = self._inspect(batch, state, trainable)
+            self._kinds[kind], cost = layout, cost + more
         check()  # a trial that a signal ended is no failed one: nothing is kept
         if len(self._known) >= MOST:
             self._known.pop(next(iter(self._known)))
-        self._known[key] = layout
-        return layout, rows
+        self._known[sizes] = layout
+        return layout, cost
 
     def _inspect(
         self, batch: Batch, state: RandomState, trainable: Mapping[int, str]
-    ) -> tuple[Layout, int]:
+    ) -> tuple[Layout, float]:
         buffers = Buffers(self._modules)
         try:
             with torch.no_grad():
@@ -119,20 +138,72 @@ class Layouts:
                 # A trial of what can be reused compares losses, so they must be numbers.
                 check_finite(structure.losses, "the clean pass", structure.rows)
                 passes = Passes(self._model, self._modules, structure, batch)
-                bindings = [g.estimator.bind(g, passes, self._reuse) for g in self._groups]
+                bindings = self._bind(passes)
+                _check_uses(structure, bindings, trainable)
+                for group, binding in zip(self._groups, bindings, strict=True):
+                    group.estimator.verify(binding, passes)
+                if not _confirmed(passes, bindings):
+                    structure.trusted = False  # from here on every prefix is tried out
+                    bindings = self._bind(passes)
         except BatchError:  # losses that differ from pass to pass may have a simpler cause
             check_deterministic(state, self._modules)
             buffers.check()
             raise
         finally:
             buffers.restore()
-        _check_uses(structure, bindings, trainable)
-        structure.outputs = {}
+        layout = self._layout(structure, bindings, batch.size == 1)
+        return layout, FEW + MORE + passes.trial_cost
+
+    def _resize(
+        self, alike: Layout, batch: Batch, state: RandomState
+    ) -> tuple[Layout | None, float]:
+        """A layout for another length; None if the structure is another one after all."""
+        parameters_only = not any(binding.noise_size for binding in alike.bindings)
+        if parameters_only and alike.embedding is None:  # shapes do not matter
+            return alike, 0.0
+        with torch.no_grad():
+            structure = resized(alike.structure, self._model, self._modules, batch)
+            check_deterministic(state, self._modules)
+            if structure is None:
+                return None, float(FEW)
+            bindings = self._bind(Passes(self._model, self._modules, structure, batch))
+        return self._layout(structure, bindings, alike.alone), float(FEW)
+
+    def _bind(self, passes: Passes) -> list[Binding]:
+        return [group.estimator.bind(group, passes, self._reuse) for group in self._groups]
+
+    def _layout(self, structure: Structure, bindings: list[Binding], alone: bool) -> Layout:
         found = None
         if self._embed or self._embedding is not None:
             found = find_embedding(structure, self._modules, self._embedding)
-        layout = Layout(structure, bindings, found, batch.size == 1)
-        return layout, FEW + MORE + passes.trials * MORE
+        return Layout(structure, bindings, found, alone)
+
+
+def _confirmed(passes: Passes, bindings: Sequence[Binding]) -> bool:
+    """Look at the targets' graphs, and try out the prefixes that skip least, most and in between.
+
+    What no data flow shows is whether a skipped module does something else than to compute, such
+    as to count its calls.
+    """
+    prefixes = [prefix for binding in bindings for prefix in binding.prefixes if prefix.replayed]
+    inside = passes.structure.inside
+    prefixes.sort(key=lambda prefix: len(inside(call.number for call in prefix.replayed)))
+    places = sorted({0, len(prefixes) // 2, len(prefixes) - 1}) if prefixes else []
+    tried = [prefixes[place] for place in places]
+    if not tried and not any(binding.local for binding in bindings):
+        return True
+    wanted = frozenset().union(*(prefix.needed for prefix in tried))
+    record = check_differentiable(passes, bindings, wanted)
+    return all(passes.holds(prefix, record) for prefix in tried)
+
+
+def _rows_in(room: int, structure: Structure, noise: int) -> int:
+    """Rows of a pass that fit into so many bytes, a power of two."""
+    sizes = sorted(
+        (sum(leaf.row_bytes for _, leaf in call.tensors) for call in structure.calls), reverse=True
+    )
+    row = 2 * sum(sizes[:LARGEST]) + 3 * 4 * noise  # drawn, with its sign, and added
+    return 1 << (max(2, room // max(row, 1)).bit_length() - 1)
 
 
 def _check_uses(

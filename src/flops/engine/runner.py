@@ -15,7 +15,7 @@ from flops.engine.collectives import Collectives
 from flops.engine.rows import plan_rows, spans
 from flops.estimators.base import Answer, Perturbation, PointPlan, Rows, Sink
 from flops.passes.checks import check_finite
-from flops.passes.local_vjp import Gradients, LocalTarget, local_products
+from flops.passes.local_vjp import Gradients, LocalTarget, local_products, recomputed
 from flops.passes.replay import Passes, Prefix, Record, nothing
 from flops.passes.structure import Call
 
@@ -136,12 +136,12 @@ class LocalRunner:
                 for call, by_leaf in deltas.items()
             }
 
-            def take(target: LocalTarget, found: Gradients, last: bool) -> None:
-                for parameter in list(found):
-                    sink.add(parameter, found.pop(parameter))
-                if last:  # a tied parameter waits for its last target
-                    done = [p for p in target.parameters if remaining[p] == target.last]
-                    sink.complete(done, after=calls[target.last].end)
+            def take(
+                target: LocalTarget, parameter: nn.Parameter, gradient: Tensor, last: bool
+            ) -> None:
+                sink.add(parameter, gradient)
+                if last and remaining[parameter] == target.last:  # a tied one has several targets
+                    sink.complete([parameter], after=calls[target.last].end)
 
             local_products(
                 self.passes,
@@ -156,12 +156,15 @@ class LocalRunner:
         self.cost.local += self.size * self.local_share(prefix, targets)
 
     def local_share(self, prefix: Prefix, targets: Sequence[LocalTarget]) -> float:
-        """From the prefix to the last target once, and twice through the targets for a product."""
+        """From the prefix to the last target, and twice through the targets for their products."""
         structure = self.passes.structure
         last = max(structure.calls[t.last].end for t in targets)
         forward = structure.share(_between(self.passes, 0, last)) - prefix.share
         parts = [(structure.calls[t.first].start, structure.calls[t.last].end) for t in targets]
-        return forward + 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in parts)
+        rows = min(self.size, self.chunk)
+        again = [structure.calls[c] for t in targets for c in recomputed(structure, t, rows)]
+        products = 2 * sum(structure.share(_between(self.passes, a, b)) for a, b in parts)
+        return forward + structure.share(again) + products
 
     def backpropagate(
         self, parameters: Sequence[nn.Parameter]

@@ -64,7 +64,7 @@ class Session:
         passes: Passes over this batch.
         record: Clean outputs that are replayed.
         losses: Clean losses, shape (B,); NaN if the clean pass was left out.
-        probe: Rows that were needed to find the layout.
+        probe: Passes of a row that it took to find the layout.
         chunk: Most rows in one pass.
         clean: Forward equivalents of the clean pass.
         ranks: Ranks that share the rows.
@@ -76,7 +76,7 @@ class Session:
     passes: Passes
     record: dict[int, list[Any]]
     losses: Tensor
-    probe: int
+    probe: float
     chunk: int
     clean: float
     ranks: Collectives
@@ -113,7 +113,7 @@ def opened(
     layouts: Layouts,
     batch: Batch,
     reads: Callable[[Layout], bool] | None,
-    rows: Callable[[Layout], int],
+    chunk: int | None,
     ranks: Collectives,
 ) -> Iterator[Session]:
     """Look at the batch, make its clean pass, and restore the random state in the end.
@@ -124,7 +124,7 @@ def opened(
         layouts: What is known about it.
         batch: The points.
         reads: Whether anything reads the clean pass; None makes it in any case.
-        rows: Most rows in one pass.
+        chunk: Most rows in one pass; None for as many as need little memory.
         ranks: Ranks that share the rows.
     """
     state = RandomState()
@@ -132,6 +132,7 @@ def opened(
         with slow_attention_path(), no_autocast_cache():
             layout, probe = layouts.find(batch, state)
             passes = Passes(model, modules, layout.structure, batch)
+            most = chunk or layout.chunk(batch.size)
             with torch.no_grad():
                 record: Mapping[int, list[Any]] = {}
                 losses, clean = torch.full((batch.size,), torch.nan), 0.0
@@ -142,9 +143,7 @@ def opened(
                     check_deterministic(state, modules)
                     losses = ranks.broadcast(losses)
                     check_finite(losses, "the clean pass")
-                yield Session(
-                    layout, passes, dict(record), losses, probe, rows(layout), clean, ranks
-                )
+                yield Session(layout, passes, dict(record), losses, probe, most, clean, ranks)
             check_deterministic(state, modules)
     finally:
         state.restore()

@@ -1,12 +1,13 @@
 """Gradient estimators: one file each, named and documented as in the paper."""
 
-from flops.estimators.base import Binding, Estimation, Estimator
+from flops.estimators.base import Estimation, Estimator
 from flops.estimators.deepzero import DeepZero
 from flops.estimators.es import ES
 from flops.estimators.exact import Exact
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.estimators.mezo import MeZO
 from flops.estimators.spsa import SPSA
+from flops.passes.binding import Binding
 
 __all__ = [
     "ES",

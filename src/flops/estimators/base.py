@@ -31,7 +31,6 @@ from flops.passes.intercept import Action
 from flops.passes.local_vjp import Gradients, LocalTarget
 from flops.passes.replay import Edit, Passes, Prefix
 from flops.passes.selection import Selection
-from flops.passes.structure import Use
 from flops.subspace.config import Shaping
 from flops.subspace.step import Decide, ShapedEstimate
 
@@ -278,39 +277,6 @@ class Estimation(ABC):
         """After `write`: what the allocator and the report want to know."""
 
 
-class Binding(Protocol):
-    """What an estimator worked out for one group and one structure of the forward pass."""
-
-    @property
-    def needed(self) -> frozenset[int]:
-        """Calls whose clean outputs must be recorded."""
-        ...
-
-    @property
-    def replayed_share(self) -> float:
-        """Share of a forward pass that queries replay instead of running it."""
-        ...
-
-    @property
-    def noise_size(self) -> int:
-        """Noise values on the outputs of a row."""
-        ...
-
-    @property
-    def local_needed(self) -> frozenset[int]:
-        """Calls whose clean outputs its local products replay."""
-        ...
-
-    @property
-    def local_span(self) -> tuple[int, int] | None:
-        """First and last moment of the pass of its local products; None without one."""
-        ...
-
-    def covers(self, use: Use) -> bool:
-        """Whether the estimate contains the effect of this use of a parameter."""
-        ...
-
-
 class Estimator(ABC):
     """Estimates the gradient of the mean loss with respect to a group's parameters.
 
@@ -361,6 +327,10 @@ class Estimator(ABC):
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Any:
         """Find targets and prefixes in the structure of the forward pass; returns a Binding."""
 
+    def verify(self, binding: Any, passes: Passes) -> None:
+        """Try out with a few rows what the structure cannot tell; once per kind of input."""
+        return
+
     @abstractmethod
     def begin(self, binding: Any, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step; nothing in the model may change."""
@@ -383,11 +353,11 @@ def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None =
             f"directional derivatives of easy points; raise sigma{nothing}, or see "
             "`flops.diagnose`",
             PrecisionWarning,
-            stacklevel=_outside(),
+            stacklevel=users_frame(),
         )
 
 
-def _outside() -> int:
+def users_frame() -> int:
     """How far up the stack the user's code is, for warnings that point there."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):

@@ -38,6 +38,7 @@ from flops.estimators.base import (
 )
 from flops.estimators.spsa import SPSA
 from flops.estimators.variance import Collected
+from flops.passes.binding import Binding
 from flops.passes.intercept import Action, Forward
 from flops.passes.local_vjp import Gradients
 from flops.passes.replay import Passes, Prefix, nothing
@@ -116,7 +117,7 @@ class _CoordinateWise(Estimation):
             self._scoring = self._spsa.begin(self._binding.units, scoring, None)  # type: ignore[arg-type]
             return self._scoring.plan()
         self._chosen = list(self._coordinates())
-        return BatchPlan([self._binding.prefixes[number] for number, *_ in self._chosen])
+        return BatchPlan([self._binding.by_unit[number] for number, *_ in self._chosen])
 
     def ask(self, rows: Rows) -> Perturbation:
         """One coordinate moved by sigma."""
@@ -128,7 +129,7 @@ class _CoordinateWise(Estimation):
         unit = self._binding.units.units[number]
         action = _step(unit, parameter, at, self._options.sigma)
         around = dict.fromkeys(unit.calls, action)
-        return Perturbation(self._binding.prefixes[number], around=around)
+        return Perturbation(self._binding.by_unit[number], around=around)
 
     def tell(self, rows: Rows, answer: Answer) -> Tensor:
         """Losses of all points."""
@@ -238,37 +239,12 @@ class _CoordinateWise(Estimation):
         return replace(found, around=around)
 
 
-@dataclass(frozen=True)
-class Coordinates:
+class Coordinates(Binding):
     """Units of the group and the prefix of each."""
 
-    units: Units
-    prefixes: tuple[Prefix, ...]
-
-    @property
-    def needed(self) -> frozenset[int]:
-        """Calls to record."""
-        return self.units.needed.union(*(prefix.needed for prefix in self.prefixes))
-
-    @property
-    def replayed_share(self) -> float:
-        """That of the first unit."""
-        return self.units.prefix.share
-
-    @property
-    def noise_size(self) -> int:
-        """Outputs get no noise."""
-        return 0
-
-    @property
-    def local_needed(self) -> frozenset[int]:
-        """No local products."""
-        return frozenset()
-
-    @property
-    def local_span(self) -> None:
-        """No local products."""
-        return
+    def __init__(self, units: Units, prefixes: tuple[Prefix, ...]) -> None:
+        self.units, self.by_unit = units, prefixes
+        self.prefixes = (units.prefix, *prefixes)
 
     @property
     def places(self) -> list[tuple[int, str, nn.Parameter]]:

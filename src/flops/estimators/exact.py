@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flops.errors import CoverageError
 from flops.estimators.base import Estimate, Estimation, Estimator, Queries, Runner, Sink
 from flops.passes.batch import Batch
+from flops.passes.binding import Binding
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
 from flops.passes.replay import Passes
@@ -85,16 +86,11 @@ class _Backward(Estimation):
         return Estimate(loss=self._loss)
 
 
-@dataclass(frozen=True)
-class WholeModel:
+class WholeModel(Binding):
     """All uses of the group's parameters."""
 
-    selection: Selection
-    needed: frozenset[int] = frozenset()
-    replayed_share: float = 0.0
-    noise_size: int = 0
-    local_needed: frozenset[int] = frozenset()
-    local_span: None = None
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
 
     def covers(self, use: Use) -> bool:
         """Wherever it is."""

@@ -13,6 +13,7 @@ here cost a bias of the order sigma^2, that of the smoothing itself.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from flops.errors import CoverageError
+from flops.errors import CoverageError, PrecisionWarning
 from flops.estimators.base import (
     Answer,
     Estimate,
@@ -33,6 +34,7 @@ from flops.estimators.base import (
     Rows,
     Runner,
     Sink,
+    users_frame,
     warn_if_rounding,
 )
 from flops.estimators.variance import LeafEnergies, jacobian_energy
@@ -40,7 +42,7 @@ from flops.passes.local_vjp import LocalTarget
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
 from flops.passes.structure import Call
-from flops.perturb.activation_checks import check_sites
+from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import negative, values
 from flops.perturb.random import KINDS, Kind, NoiseStream
@@ -51,6 +53,7 @@ from flops.subspace.step import ShapedStep
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
+HALF_UNITS, LEAST_UNITS = 12, 4  # of sigma in half precision, in units in the last place
 CHEAP = 0.1  # of a forward pass per point
 FEW = 8  # sites whose noise may be kept as bits
 PIECE = 1 << 12  # noise values of a row that are looked up at once
@@ -61,7 +64,7 @@ class LikelihoodRatio(Estimator):
     """Likelihood-ratio estimator on module outputs.
 
     Args:
-        sigma: Noise scale.
+        sigma: Noise scale; None chooses it by the type of the perturbed outputs (`default_sigma`).
         targets: "block" takes each given module whole, "leaf" splits it into its leaves, "stage"
             takes the group's modules as one target with one noise site at its end.
         baseline: "clean" subtracts the noise-free loss (one query per draw), "antithetic" takes
@@ -74,7 +77,7 @@ class LikelihoodRatio(Estimator):
     forward pass behind the first noise site.
     """
 
-    sigma: float = 1e-3
+    sigma: float | None = None
     targets: Targets = "block"
     baseline: Baseline = "clean"
     noise: Kind = "gaussian"
@@ -82,7 +85,7 @@ class LikelihoodRatio(Estimator):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not 0 < self.sigma < float("inf"):
+        if self.sigma is not None and not 0 < self.sigma < float("inf"):
             raise ValueError(f"sigma must be positive and finite, not {self.sigma}")
         for value, allowed in (
             (self.targets, get_args(Targets)),
@@ -133,20 +136,58 @@ class LikelihoodRatio(Estimator):
             ]
         local.sort(key=lambda t: passes.structure.calls[t.last].end)
         sites = Sites(selection.name, modules, tuple(local), passes, reuse)
-        check_sites(sites, passes)
+        check_foreign(sites)
         return sites
+
+    def verify(self, binding: Sites, passes: Passes) -> None:
+        """The targets' parameters must act through the perturbed outputs alone, row by row."""
+        check_shared_outputs(binding, passes)
+        check_bypass(binding, passes)
 
     def begin(self, binding: Sites, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
+        options = replace(self, sigma=self.sigma or default_sigma(binding.dtype))
+        _warn_if_lost(options.scale, binding.dtype, queries)
         if self.shaping is not None:
-            return _Shaped(self, self.shaping, binding, queries, runner)
-        return _Isotropic(self, binding, queries, runner)
+            return _Shaped(options, self.shaping, binding, queries, runner)
+        return _Isotropic(options, binding, queries, runner)
+
+    @property
+    def scale(self) -> float:
+        """Sigma, where it is known."""
+        assert self.sigma is not None
+        return self.sigma
 
     def derivatives(self, losses: Tensor, clean: Tensor, dtype: torch.dtype) -> Tensor:
         """Directional derivative w = (l - b) / sigma of each draw; pairs stand side by side."""
         if self.baseline == "antithetic":
-            return ((losses[0::2] - losses[1::2]) / 2).to(dtype) / self.sigma
-        return (losses - clean if self.baseline == "clean" else losses).to(dtype) / self.sigma
+            return ((losses[0::2] - losses[1::2]) / 2).to(dtype) / self.scale
+        return (losses - clean if self.baseline == "clean" else losses).to(dtype) / self.scale
+
+
+def default_sigma(dtype: torch.dtype) -> float:
+    """Noise scale for outputs of about unit size.
+
+    In single precision 1e-3 is far above rounding and far below curvature. In half precision noise
+    below a few units in the last place is rounded away: twelve of them are best on the bundled ViT
+    (`python -m benchmarks half`).
+    """
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    return HALF_UNITS * torch.finfo(dtype).eps if narrow else 1e-3
+
+
+def _warn_if_lost(sigma: float, dtype: torch.dtype, queries: Queries) -> None:
+    """Warn, once per group, when the outputs cannot hold the noise."""
+    eps = torch.finfo(dtype).eps
+    if sigma < LEAST_UNITS * eps and not queries.memory.get("warned_of_sigma"):
+        queries.memory["warned_of_sigma"] = True
+        warnings.warn(
+            f"group '{queries.name}': sigma={sigma:g} is {sigma / eps:.1f} units in the last place "
+            f"of {dtype} outputs of size 1 ({eps:.1e} each), so most of the noise is rounded away; "
+            f"use sigma={default_sigma(dtype):.2g}, or leave it out",
+            PrecisionWarning,
+            stacklevel=users_frame(),
+        )
 
 
 class _Isotropic(Estimation):
@@ -184,7 +225,7 @@ class _Isotropic(Estimation):
         z = self._stream.buffered(rows.points[once], rows.draws[once], self._compact)
         self._z = z.to(self.dtype) if z.is_floating_point() else z  # (draws, size)
         with torch.inference_mode():
-            edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.sigma)
+            edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
     def tell(self, rows: Rows, answer: Answer) -> Tensor:
@@ -202,7 +243,7 @@ class _Isotropic(Estimation):
         self._z = torch.empty(0)
         self._stream.forget()
         if self._options.baseline != "none":
-            differences = (values * self._options.sigma).to(self._queries.losses.dtype)
+            differences = (values * self._options.scale).to(self._queries.losses.dtype)
             warn_if_rounding(self._queries, differences)
         if self._repeat:
             self._delta = runner.sum(self._delta)
@@ -248,7 +289,7 @@ class _Shaped(Estimation):
             options.unit,
             options.noise,
             self.dtype,
-            options.sigma,
+            options.scale,
             names,
             queries.key,
             queries.ids,
@@ -272,7 +313,7 @@ class _Shaped(Estimation):
         once = slice(None, None, self._options.unit)
         z = self._step.rows(rows.points[once], rows.draws[once])
         with torch.inference_mode():
-            edits = self._binding.edits(_signed(z, self._options.unit), self._options.sigma)
+            edits = self._binding.edits(_signed(z, self._options.unit), self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
     def tell(self, rows: Rows, answer: Answer) -> Tensor:
@@ -287,7 +328,7 @@ class _Shaped(Estimation):
         self._step.collect(values, points)
         self._derivatives, self._points = values, points
         isotropic = values[self._step.isotropic]  # along a known direction it may well be 0
-        differences = (isotropic * self._options.sigma).to(self._queries.losses.dtype)
+        differences = (isotropic * self._options.scale).to(self._queries.losses.dtype)
         warn_if_rounding(self._queries, differences)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
@@ -374,7 +415,8 @@ def _stage(
         if after.start < before.end:
             raise CoverageError(f"stage '{group}': '{after.name}' runs inside '{before.name}'")
     parameters = dict.fromkeys(p for m in modules.values() for p in _trainable(m))
-    return LocalTarget(group, order[0].number, order[-1].number, tuple(parameters))
+    between = tuple(call.number for call in order[:-1])
+    return LocalTarget(group, order[0].number, order[-1].number, tuple(parameters), between)
 
 
 def _trainable(module: nn.Module) -> tuple[nn.Parameter, ...]:

@@ -113,9 +113,12 @@ class ParameterNoise(Estimator):
         units = find_units(selection, passes, reuse, rowwise)
         if self.shaping is not None:
             check_size(selection.name, units)
-        if not self.shared:
-            _check_rows(selection.name, units, passes)
         return units
+
+    def verify(self, binding: Units, passes: Passes) -> None:
+        """A table that all points share can be perturbed if the model keeps the rows apart."""
+        if not self.shared:
+            _check_rows(binding, passes)
 
     def begin(self, binding: Units, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
@@ -252,7 +255,7 @@ def _thin_action(unit: Unit, call: Call, parts: RowNoise, seen: dict[str, Tensor
     return action
 
 
-def _check_rows(group: str, units: Units, passes: Passes) -> None:
+def _check_rows(units: Units, passes: Passes) -> None:
     """A table that all points share is spread over the rows, if the model keeps them apart."""
     calls = [units.structure.calls[number] for unit in units.units for number in unit.calls]
     tables = {c.name for c in calls if any(leaf.axis is None for _, leaf in c.tensors)}
@@ -264,9 +267,9 @@ def _check_rows(group: str, units: Units, passes: Passes) -> None:
         noise = signs.take(0, 0, len(scale)) * scale.to(device).unsqueeze(1)
         return {"around": _perturb_rows(units.structure, entries, noise / 10, {})}
 
-    if tables and not passes.rows_apart(units.prefix, perturb):
+    if tables and not passes.rows_apart(perturb):
         raise CoverageError(
-            f"group '{group}': the output of {sorted(tables)} has no batch axis, and the model "
+            f"the output of {sorted(tables)} has no batch axis, and the model "
             "does not take one, so it cannot be perturbed point by point; use shared=True"
         )
 

@@ -29,6 +29,7 @@ from flops.perturb.activations import Sites
 from flops.perturb.random import NoiseStream
 
 ENERGY_STEPS = 8
+PIECE = 1 << 20
 CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
@@ -44,6 +45,20 @@ class Collected:
 
     def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
         """Nobody waits for them."""
+
+
+class Energy(Collected):
+    """A sink that keeps the squared length of every gradient that is complete, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
+        """Measure them, and let them go."""
+        for parameter in parameters:
+            if parameter in self.gradients:
+                self.total += energy({parameter: self.gradients.pop(parameter)})
 
 
 class LeafEnergies:
@@ -112,12 +127,16 @@ def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
     total, count = queries.memory.get("jacobian_energy", (0.0, 0))
     if count < ENERGY_STEPS:
         own = runner.share(queries.size)
-        signs = _signs(sites, queries, *own)
-        found = Collected()
-        runner.products(sites.local_prefix, sites.local, sites.split(signs), found, own)
-        parameters = list(dict.fromkeys(p for t in sites.local for p in t.parameters))
-        gradients = runner.sum_gradients(found.gradients, parameters)
-        total, count = total + energy(gradients) / queries.size, count + 1
+        deltas = sites.split(_signs(sites, queries, *own))
+        # Gradients that several ranks have a part of are summed before they are measured.
+        found = Energy() if runner.world_size == 1 else Collected()
+        runner.products(sites.local_prefix, sites.local, deltas, found, own)
+        if isinstance(found, Energy):
+            now = found.total
+        else:
+            parameters = list(dict.fromkeys(p for t in sites.local for p in t.parameters))
+            now = energy(runner.sum_gradients(found.gradients, parameters))
+        total, count = total + now / queries.size, count + 1
         queries.memory["jacobian_energy"] = (total, count)
     return float(total / count)
 
@@ -174,4 +193,8 @@ def variance(estimate: Estimate, size: int) -> float:
 
 def energy(gradients: Gradients) -> float:
     """|g|^2 over all parameters."""
-    return sum(float(g.double().square().sum()) for g in gradients.values())
+    return sum(
+        float(part.double().square().sum())
+        for gradient in gradients.values()
+        for part in gradient.flatten().split(PIECE)  # a wide copy of a piece at a time
+    )

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import BatchError
 
 LossFunction = Callable[[Any, Any], Tensor]
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,24 @@ class Batch:
         found = [*self._leaves, *self._targets]
         return [leaf.tensor if isinstance(leaf, Shared) else leaf for leaf in found]
 
-    def signature(self) -> tuple[Any, ...]:
-        """What the structure of a forward pass may depend on: shapes and types, but for B."""
+    def signatures(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What shapes in a forward pass may depend on, but for B; and what its structure may.
+
+        The first holds all sizes, the second numbers of axes alone, but for sizes of 0 and 1.
+        """
         shapes: list[tuple[Any, ...]] = []
+        kinds: list[tuple[Any, ...]] = []
         for leaf in self._leaves:
             value = leaf.tensor if isinstance(leaf, Shared) else leaf
             cut = 1 if self._is_cut(leaf) else 0
             if isinstance(value, Tensor | np.ndarray):
-                shapes.append((type(leaf), cut, tuple(value.shape[cut:]), value.dtype))
+                shape = tuple(value.shape[cut:])
+                shapes.append((type(leaf), cut, shape, value.dtype))
+                kinds.append((type(leaf), cut, tuple(min(n, 2) for n in shape), value.dtype))
             else:
                 shapes.append((type(leaf), cut, None if cut else repr(value)))
-        return (str(self._spec), tuple(shapes))
+                kinds.append(shapes[-1])
+        return (str(self._spec), tuple(shapes)), (str(self._spec), tuple(kinds))
 
     def _is_cut(self, leaf: Any) -> bool:
         return _length(leaf) == self.size
@@ -115,7 +123,7 @@ class Batch:
         targets = tree_unflatten(
             [self._rows(leaf, rows) for leaf in self._targets], self._target_spec
         )
-        losses = self._loss_fn(outputs, targets)
+        losses = self._loss_fn(_wide(outputs), targets)
         count = self.size if rows is None else len(rows)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (count,):
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -165,6 +173,13 @@ def _length(leaf: Any) -> int | None:
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None
     return len(leaf) if isinstance(leaf, list) else None
+
+
+def _wide(outputs: Any) -> Any:
+    """Outputs in single precision at least: a loss in half precision has two or three digits."""
+    return tree_map(
+        lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _NARROW else x, outputs
+    )
 
 
 def positions(index: Tensor | Sequence[int] | None, size: int) -> Tensor | None:

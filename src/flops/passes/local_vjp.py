@@ -3,23 +3,33 @@
 The pass runs once more from the replayed prefix with clean inputs. Gradients are on inside the
 target only, and the pass is left as soon as the last target's output is there; so no autograd
 graph ever spans more than one target, whatever arguments its modules take.
+
+A stage whose activations are large keeps the inputs of its modules alone and runs each of them
+again when its derivative is taken: the memory is that of one module's activations, for one forward
+pass of the stage more. Every gradient is handed over as soon as it is known, so that whoever
+consumes it need never hold those of a whole target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, Leave
 from flops.passes.replay import Passes, Prefix, Record
+from flops.passes.structure import Structure
 
 Gradients = dict[nn.Parameter, Tensor]
+Take = Callable[["LocalTarget", nn.Parameter, Tensor], None]
+KEPT = 1 << 26  # bytes of a stage's activations that are kept rather than computed again
 
 
 @dataclass(frozen=True)
@@ -27,13 +37,23 @@ class LocalTarget:
     """Where a local product starts and ends, and the parameters it is taken for.
 
     For a leaf or block the first and last call are the same; a stage starts at its first
-    module's call and ends with its last one's.
+    module's call and ends with its last one's. ``between`` are the calls of its modules but the
+    last.
     """
 
     name: str
     first: int
     last: int
     parameters: tuple[nn.Parameter, ...]
+    between: tuple[int, ...] = ()
+
+
+def recomputed(structure: Structure, target: LocalTarget, rows: int) -> tuple[int, ...]:
+    """Calls of a stage that run again for their derivative, if its activations are large."""
+    start, end = structure.calls[target.first].start, structure.calls[target.last].end
+    inside = [call for call in structure.calls if start <= call.start and call.end <= end]
+    row = sum(leaf.row_bytes for call in inside for _, leaf in call.tensors)
+    return target.between if row * rows > KEPT else ()
 
 
 def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
@@ -50,7 +70,7 @@ def local_products(
     points: Tensor,
     targets: Sequence[LocalTarget],
     deltas: Mapping[int, Mapping[int, Tensor]],
-    take: Callable[[LocalTarget, Gradients], None],
+    take: Take,
     places: Tensor | None = None,
     watch: Callable[[LocalTarget, Any], None] | None = None,
 ) -> None:
@@ -64,7 +84,7 @@ def local_products(
         targets: Targets in the order in which they end.
         deltas: By the number of a target's last call and the position of a tensor in its output:
             the gradient of the loss with respect to that tensor, for these points.
-        take: Gets each target and its gradients.
+        take: Gets each target, parameter and gradient, which belongs to it from then on.
         places: Positions of the points in the record, if not the points themselves.
         watch: Sees each target and its (args, kwargs).
     """
@@ -72,7 +92,9 @@ def local_products(
     final = targets[-1].last
     for target in targets:
         if target.first != target.last:
-            around[target.first] = _open
+            again = recomputed(passes.structure, target, len(points))
+            around.update(dict.fromkeys(again, _checkpointed))
+            around[target.first] = _open(_checkpointed if target.first in again else _plainly)
         leave = target.last == final
         around[target.last] = _product(target, deltas[target.last], take, leave, watch)
     with torch.no_grad():
@@ -94,15 +116,29 @@ def _detached(tree: Any) -> Any:
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 
-def _open(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    torch.set_grad_enabled(True)  # until the stage's end; the caller's no_grad restores it
-    return forward(*_detached(args), **_detached(kwargs))
+def _open(run: Action) -> Action:
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        torch.set_grad_enabled(True)  # until the stage's end; the caller's no_grad restores it
+        return run(forward, _detached(args), _detached(kwargs))
+
+    return action
+
+
+def _plainly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _checkpointed(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run() -> Any:
+        return forward(*args, **kwargs)
+
+    return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
 
 def _product(
     target: LocalTarget,
     deltas: Mapping[int, Tensor],
-    take: Callable[[LocalTarget, Gradients], None],
+    take: Take,
     leave: bool,
     watch: Callable[[LocalTarget, Any], None] | None,
 ) -> Action:
@@ -120,18 +156,67 @@ def _product(
                 "trainable parameters: likelihood ratio needs the target's own Jacobian. Use "
                 "SPSA or ES for it."
             )
-        gradients = torch.autograd.grad(
-            [out for out, _ in pairs],
-            target.parameters,
-            [_fitted(delta, out) for out, delta in pairs],
-            allow_unused=True,
-        )
-        found = zip(target.parameters, gradients, strict=True)
+        hooks = [p.register_hook(partial(_hand_over, take, target, p)) for p in target.parameters]
+        try:
+            torch.autograd.grad(
+                [out for out, _ in pairs],
+                target.parameters,
+                [_fitted(delta, out) for out, delta in pairs],
+                allow_unused=True,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
         detached = _detached(leaves)
         del leaves, pairs  # the graph is not needed any more
-        take(target, {p: g.detach() for p, g in found if g is not None})
         if leave:
             raise Leave
         return tree_unflatten(detached, spec)
 
     return action
+
+
+def _hand_over(
+    take: Take, target: LocalTarget, parameter: nn.Parameter, gradient: Tensor
+) -> Tensor:
+    """Give a gradient away; autograd goes on with zeros that take no memory."""
+    take(target, parameter, gradient.detach())
+    return gradient.new_zeros(()).expand(gradient.shape)
+
+
+def looking(
+    target: LocalTarget, at: Sequence[int], found: dict[int, set[int]]
+) -> dict[int, Action]:
+    """Actions that run a target with gradients on and note which parameters its graph reaches.
+
+    Args:
+        target: The target.
+        at: Positions of the perturbed tensors in its output.
+        found: Gets the ``id`` of these parameters, by the number of the target's last call.
+    """
+
+    def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target.first == target.last:
+            args, kwargs = _detached(args), _detached(kwargs)
+        with torch.enable_grad():
+            leaves, spec = tree_flatten(forward(*args, **kwargs))
+        found[target.last] = _leaves_of([leaves[i].grad_fn for i in at])
+        torch.set_grad_enabled(False)  # the end of a stage
+        return tree_unflatten(_detached(leaves), spec)
+
+    stage = target.first != target.last
+    return {**({target.first: _open(_plainly)} if stage else {}), target.last: action}
+
+
+def _leaves_of(nodes: Sequence[Any]) -> set[int]:
+    """Tensors at the leaves of autograd graphs, by ``id``."""
+    found, seen, todo = set(), set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo.extend(after for after, _ in node.next_functions)
+    return found

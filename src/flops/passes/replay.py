@@ -3,17 +3,17 @@
 A *prefix* is the set of outermost calls that end before a moment of the forward pass. A pass
 that starts from it runs the model's own code, but those calls return what the clean pass
 recorded, for the rows at hand; so skip connections, masks and keyword arguments need no special
-care. Of the replayed outputs only those that the rest of the pass reads are recorded: the others
-are blanks of NaN without memory, after trials with a few rows have shown that the losses do not
-change whatever stands there. Should a later batch compute with a blank after all, the loss is NaN
-and an error.
+care. Of the replayed outputs only those that the rest of the pass reads are recorded, as the data
+flow tells (`flops.passes.dataflow`): the others are blanks of NaN without memory. A call that
+leaves anything but its output for later runs again. Where a model hides its data flow (numpy, C,
+branches that depend on values) all outputs are recorded, and a trial with a few rows shows whether
+they are enough. Should a later batch compute with a blank after all, the loss is NaN and an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,9 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.passes.batch import Batch
 from flops.passes.intercept import Action, Forward, Watch, scripted
-from flops.passes.structure import MORE, Call, Leaf, Structure
-
-_OTHER_ROWS = torch.tensor([1, 2])
+from flops.passes.structure import FEW, MORE, Call, Leaf, Structure
 
 Record = Mapping[int, list[Any]]
 """Recorded leaves of a call's output, by call number."""
@@ -52,14 +50,14 @@ class Prefix:
         return script
 
 
-def finished(structure: Structure, time: int) -> list[Call]:
+def finished(structure: Structure, time: int, barred: frozenset[int] = frozenset()) -> list[Call]:
     """The outermost calls that end at or before the time and can be replayed."""
     chosen: list[Call] = []
     inside: set[int] = set()
     for call in structure.calls:  # parents come before their children
         if call.parent in inside:
             inside.add(call.number)
-        elif call.end <= time and call.replayable:
+        elif call.end <= time and call.replayable and call.number not in barred:
             chosen.append(call)
             inside.add(call.number)
     return chosen
@@ -93,25 +91,36 @@ class Passes:
         batch: Batch,
     ) -> None:
         self.model, self.modules, self.structure, self.batch = model, modules, structure, batch
-        self.trials = 0
+        self.trial_cost = 0.0  # of trials, in passes of one row
 
-    def clean(self, wanted: Iterable[int], watch: Watch | None = None) -> tuple[Tensor, Record]:
+    def clean(
+        self,
+        wanted: Iterable[int],
+        watch: Watch | None = None,
+        rows: Tensor | None = None,
+        around: Mapping[int, Action] | None = None,
+    ) -> tuple[Tensor, Record]:
         """The noise-free pass: one loss per point, and the outputs of the wanted calls.
 
         Args:
             wanted: Numbers of calls to record.
             watch: Sees the arguments and the output of one call.
+            rows: Points to run instead of all, at least two.
+            around: What calls do instead of their own forward, with the same output.
         """
         calls, record = self.structure.calls, {}
-        wanted = set(wanted)
+        wanted, around = set(wanted), around or {}
 
         def keep(number: int) -> Action | None:
-            watched = watch is not None and watch.call == number
+            watched, instead = watch is not None and watch.call == number, around.get(number)
             if number not in wanted and not watched:
-                return None
+                return instead
 
             def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                out = forward(*args, **kwargs)
+                if instead is None:
+                    out = forward(*args, **kwargs)
+                else:
+                    out = instead(forward, args, kwargs)
                 if watch is not None and watched:
                     watch.see(args, kwargs, out)
                 if number not in wanted:
@@ -126,10 +135,12 @@ class Passes:
 
         # One-row kernels round differently, so a batch of one is run as two equal rows. Rows are
         # copies: a model that writes into its input must not change that of the queries.
-        rows = torch.arange(self.batch.size) if self.batch.size > 1 else torch.zeros(2).long()
+        size = self.batch.size if rows is None else len(rows)
+        if rows is None:
+            rows = torch.arange(size) if size > 1 else torch.zeros(2).long()
         with scripted(self.modules, nothing(self.structure).script(keep)):
             losses = self.batch.losses(self.model, rows)
-        return losses[: self.batch.size], record
+        return losses[:size], record
 
     def run(
         self,
@@ -173,13 +184,15 @@ class Passes:
             time: Clock of the structure.
             keep: Calls that are recorded in any case, because they are edited.
         """
-        # What skipped modules leave behind for a later one to read (an attribute, a cache) stays
-        # that of this pass: it does not fit the rows of the trials, and shows.
-        self.trial(nothing(self.structure), {}, torch.arange(MORE))
-        replayed = finished(self.structure, time)
-        numbers = frozenset(call.number for call in replayed)
-        visible = visible_calls(self.structure, numbers)
-        share = self.structure.share(replayed)
+        structure = self.structure
+        barred: frozenset[int] = frozenset()
+        while True:
+            replayed = finished(structure, time, barred)
+            numbers = frozenset(call.number for call in replayed)
+            found = structure.flow.replay(numbers, structure.inside(numbers))
+            if not found.leaks:
+                break
+            barred |= found.leaks
         # Integers cannot be NaN, and a tensor without batch axis is small: always recorded.
         solid = {
             call.number
@@ -188,40 +201,32 @@ class Passes:
                 not leaf.dtype.is_floating_point or leaf.axis is None for _, leaf in call.tensors
             )
         }
-        needed = frozenset(solid | (keep & numbers))
-        trial = Prefix(tuple(replayed), needed, visible, share)
-        if self._same_losses(trial):
-            return trial
-        if not self._same_losses(Prefix(tuple(replayed), numbers, visible, share)):
-            return nothing(self.structure)  # a module leaves something behind besides its output
-        needed = numbers
-        for call in sorted(replayed, key=lambda c: c.end):
-            if call.number in solid or call.number in keep:
-                continue
-            trial = Prefix(tuple(replayed), needed - {call.number}, visible, share)
-            if self._same_losses(trial):
-                needed = trial.needed
-        return Prefix(tuple(replayed), needed, visible, share)
+        sure = found.sure and structure.trusted
+        needed = found.read | solid | (keep & numbers) if sure else numbers
+        visible = visible_calls(structure, numbers)
+        prefix = Prefix(tuple(replayed), needed, visible, structure.share(replayed))
+        if not sure and replayed:
+            if time not in structure.verified:
+                structure.verified[time] = self.holds(prefix, self.recorded(prefix.needed))
+            if not structure.verified[time]:
+                return nothing(structure)  # a module leaves something behind besides its output
+        return prefix
 
-    def _same_losses(self, prefix: Prefix) -> bool:
-        """Whether the losses stay the same, whatever stands in the place of the blanks.
+    def recorded(self, wanted: Iterable[int], around: Mapping[int, Action] | None = None) -> Record:
+        """Outputs of some calls in a pass of the probe's first rows; see `holds`."""
+        self.trial_cost += FEW
+        with torch.no_grad():
+            return self.clean(wanted, rows=self.structure.rows[:FEW], around=around)[1]
 
-        NaN shows wherever it is computed with, but passes unseen through a comparison or an
-        argmax; there large values of both signs show. What another row would read, of an expert
-        that none of these rows chose, shows as NaN in the output of a call.
+    def holds(self, prefix: Prefix, record: Record) -> bool:
+        """Whether losses are the same with a prefix replayed.
+
+        The rows are in another order than in the pass that was recorded: what a skipped module
+        left behind in that one (an attribute, a cache) does not fit them, and shows.
         """
-        outputs = self.structure.outputs
-        record = {number: outputs[number] for number in prefix.needed}
-        blanks = [c.number for c in prefix.replayed if c.number not in prefix.needed]
-        for scale in (None, 1e4, -1e4) if blanks else (None,):
-            odd = {n: [_odd(x, scale) for x in outputs[n]] for n in blanks if scale is not None}
-            seen: list[bool] = []
-            running = set(chain(*prefix.visible.values())) - set(blanks)
-            looks = {number: _look(seen) for number in running} if not odd else {}
-            losses = self.trial(prefix, {**record, **odd}, _OTHER_ROWS, edits=looks)
-            if losses is None or any(seen) or not self.structure.agrees(losses, _OTHER_ROWS):
-                return False
-        return True
+        places = torch.arange(FEW).flip(0)
+        losses = self.trial(prefix, record, places)
+        return losses is not None and self.structure.agrees(losses, places)
 
     def trial(
         self,
@@ -233,40 +238,28 @@ class Passes:
         around: Mapping[int, Action] | None = None,
     ) -> Tensor | None:
         """Losses of a few of the probe's rows; None if the pass fails."""
-        self.trials += 1
+        self.trial_cost += len(places) * (1 - prefix.share)
         rows = self.structure.rows[places]
         try:
             return self.run(prefix, record, rows, edits=edits, around=around, places=places)
         except Exception:  # user code that cannot take NaN or another shape
             return None
 
-    def rows_apart(self, prefix: Prefix, perturb: Callable[[Tensor], dict[str, Any]]) -> bool:
+    def rows_apart(self, perturb: Callable[[Tensor], dict[str, Any]]) -> bool:
         """Whether noise in one row leaves the losses of all other rows as they are.
 
         It does by design where outputs have a batch axis. Where an output without one is spread
         over the rows to be perturbed, the model must add it row by row: this finds out.
 
         Args:
-            prefix: What is replayed.
             perturb: Keywords of `run` for a scale of the noise of each row.
         """
-        outputs = {number: self.structure.outputs[number] for number in prefix.needed}
-        places, one = torch.arange(MORE), torch.ones(MORE)
-        first = self.trial(prefix, outputs, places, **perturb(one))
-        second = self.trial(prefix, outputs, places, **perturb(one + (places == 0)))
+        whole, places, one = nothing(self.structure), torch.arange(MORE), torch.ones(MORE)
+        first = self.trial(whole, {}, places, **perturb(one))
+        second = self.trial(whole, {}, places, **perturb(one + (places == 0)))
         if first is None or second is None:
             return False
         return torch.allclose(first[1:], second[1:], rtol=1e-5, atol=1e-6)
-
-
-def _look(seen: list[bool]) -> Edit:
-    """Note whether a call's output has NaN."""
-
-    def look(out: Any) -> Any:
-        seen.extend(bool(x.isnan().any()) for x in tree_flatten(out)[0] if isinstance(x, Tensor))
-        return out
-
-    return look
 
 
 def _replay(call: Call, recorded: list[Any] | None, rows: Tensor, edit: Edit | None) -> Action:
@@ -293,14 +286,6 @@ def _edited(edit: Edit) -> Action:
         return edit(forward(*args, **kwargs))
 
     return action
-
-
-def _odd(leaf: Any, scale: float) -> Any:
-    """Large values of both signs, different in every place."""
-    if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point:
-        return leaf
-    waves = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).mul(7).sin()
-    return waves.mul(scale).reshape(leaf.shape).to(leaf.dtype)
 
 
 def _blank(leaf: Leaf, rows: int) -> Tensor:

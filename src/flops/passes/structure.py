@@ -2,22 +2,28 @@
 
 The passes have two and three rows, so what differs between them is the batch axis, found
 structurally and not by a size that happens to match. Recorded are: the calls of all modules in
-order, what they return, how much work they do, and where each trainable parameter is used.
+order, what they return, how much work they do, where each trainable parameter is used, and the data
+flow between them (`flops.passes.dataflow`).
+
+Structure does not depend on the length of a sequence, shapes and work do: for other lengths of a
+known kind of input one pass of two rows finds these.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from flops.errors import BatchError
 from flops.passes.batch import Batch
+from flops.passes.dataflow import ROOT, Flow, FlowMeter
 from flops.passes.flop_count import UseMeter, WorkMeter
 from flops.passes.intercept import Action, everywhere, scripted
 
@@ -43,6 +49,13 @@ class Leaf:
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one row, without the batch axis."""
         return tuple(size for dim, size in enumerate(self.shape) if dim != self.axis)
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row."""
+        rows = MORE if self.axis == FOLDED else 1
+        sizes = self.shape if self.axis == FOLDED else self.row_shape
+        return prod(sizes) // rows * self.dtype.itemsize
 
 
 @dataclass
@@ -81,22 +94,28 @@ class Use:
 
 
 class Structure:
-    """Calls, work and parameter uses of one forward pass, with the outputs of its few rows."""
+    """Calls, work, parameter uses and data flow of one forward pass.
+
+    Attributes:
+        rows: Points of the pass with MORE rows.
+        losses: Their losses.
+        rounding: How far the losses of the two passes lie apart.
+        trusted: Whether the data flow tells all that a replay needs.
+        verified: Moments whose prefix was tried out, and whether it may be replayed.
+    """
 
     def __init__(
-        self,
-        calls: Sequence[Call],
-        uses: Sequence[Use],
-        total_work: float,
-        outputs: dict[int, list[Any]],
+        self, calls: Sequence[Call], uses: Sequence[Use], total_work: float, flow: Flow
     ) -> None:
         self.calls = list(calls)
         self.uses = list(uses)
         self.total_work = total_work
-        self.outputs = outputs  # by call number, of the pass with MORE rows; freed after binding
+        self.flow = flow
         self.rows = torch.empty(0)
         self.losses = torch.empty(0)
-        self.rounding = 0.0  # how far the losses of the two passes lie apart
+        self.rounding = 0.0
+        self.trusted = True
+        self.verified: dict[int, bool] = {}
         self._by_name: dict[str, list[Call]] = defaultdict(list)
         for call in self.calls:
             self._by_name[call.name].append(call)
@@ -116,6 +135,14 @@ class Structure:
             call = self.calls[call.parent]
             yield call
 
+    def inside(self, outer: Iterable[int]) -> dict[int, int]:
+        """Every call that lies in one of some calls that do not enclose each other, with that."""
+        found = {number: number for number in outer}
+        for call in self.calls:  # parents come before their children
+            if call.parent in found:
+                found[call.number] = found[call.parent]
+        return found
+
     def share(self, calls: Sequence[Call]) -> float:
         """The part of a whole forward pass's work that these calls do."""
         return sum(call.work for call in calls) / self.total_work if self.total_work else 0.0
@@ -129,23 +156,91 @@ def inspect(
     Raises:
         BatchError: If the loss of a point depends on the other points of the batch.
     """
-    few = _Recorder()
+    known = [*model.parameters(), *_tensors_of(modules), *batch.leaves]
+    learning = [p for p in model.parameters() if id(p) in trainable]
+    few, more = (_Recorder(FlowMeter(known, learning)) for _ in range(2))
     rows = torch.arange(MORE) % batch.size
     uses: list[Use] = []
     watch = UseMeter(trainable, lambda p: uses.append(few.use(p)))
     work = WorkMeter(few.charge)
-    with scripted(modules, everywhere(few.action, modules)), watch, work:
+    with scripted(modules, everywhere(few.copying, modules)), watch, work, few.meter:
         losses_few = batch.losses(model, rows[:FEW])
     few.close()
-    more = _Recorder(keep=True, clone={c.number for c in few.calls if c.mutated})
-    with scripted(modules, everywhere(more.action, modules)):
+    few.meter.end(losses_few)
+    with scripted(modules, everywhere(more.action, modules)), more.meter:
         losses = batch.losses(model, rows)
     more.close()
+    few.meter.settle(more.meter)
     _check_independent(losses_few, losses[:FEW])
-    structure = _merge(few, more, uses, work.total)
+    structure = _merge(few, more, uses)
     structure.rows, structure.losses = rows, losses
     structure.rounding = float((losses_few - losses[:FEW]).abs().max())
     return structure
+
+
+def resized(
+    known: Structure, model: nn.Module, modules: Mapping[str, nn.Module], batch: Batch
+) -> Structure | None:
+    """The structure for another length, by one pass of few rows; None if the calls are others."""
+    recorder, rows = _Recorder(), torch.arange(FEW) % batch.size
+    work = WorkMeter(recorder.charge)
+    with scripted(modules, everywhere(recorder.action, modules)), work:
+        batch.losses(model, rows)
+    recorder.close()
+    seen = recorder.calls
+    if len(seen) != len(known.calls):  # the data decides what runs, or the length does
+        return None
+    calls = [_resized(old, new) for old, new in zip(known.calls, seen, strict=True)]
+    if any(call is None for call in calls):
+        return None
+    structure = Structure(
+        [c for c in calls if c is not None], known.uses, recorder.work, known.flow
+    )
+    structure.rows, structure.losses = known.rows, known.losses
+    structure.rounding, structure.trusted = known.rounding, known.trusted
+    structure.verified = known.verified
+    return structure
+
+
+def _resized(old: Call, new: Call) -> Call | None:
+    if (old.name, old.parent, old.mutated) != (new.name, new.parent, new.mutated):
+        return None
+    if old.replayable and (old.spec != new.spec or not new.replayable):
+        return None
+    ends = [(old.leaves, new.leaves), (old.inputs, new.inputs)]
+    fitted = []
+    for before, after in ends:
+        if len(before) != len(after):
+            return None
+        leaves = [_at_length(a, b) for a, b in zip(before, after, strict=True)]
+        if any(leaf is _DIFFERENT for leaf in leaves):
+            return None
+        fitted.append(leaves)
+    return replace(old, work=new.work, leaves=fitted[0], inputs=fitted[1])
+
+
+_DIFFERENT = object()
+
+
+def _at_length(old: Any, new: Any) -> Any:
+    """A tensor of another length, of the same kind."""
+    if not isinstance(old, Leaf) or not isinstance(new, Leaf):
+        return new if isinstance(old, Leaf) == isinstance(new, Leaf) else _DIFFERENT
+    alike = (old.dtype, old.device, len(old.shape)) == (new.dtype, new.device, len(new.shape))
+    if not alike or (old.axis not in (None, FOLDED) and new.shape[old.axis] != FEW):
+        return _DIFFERENT
+    if old.axis in (None, FOLDED):
+        return replace(old, shape=new.shape)
+    return replace(old, shape=(*new.shape[: old.axis], MORE, *new.shape[old.axis + 1 :]))
+
+
+def _tensors_of(modules: Mapping[str, nn.Module]) -> Iterator[Any]:
+    """Buffers, and tensors in attributes of modules."""
+    for module in modules.values():
+        yield from module._buffers.values()
+        for name, value in module.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from tree_flatten(value)[0]
 
 
 def _check_independent(few: Tensor, more: Tensor) -> None:
@@ -163,20 +258,20 @@ def _check_independent(few: Tensor, more: Tensor) -> None:
 class _Recorder:
     """Follows the calls of one pass."""
 
-    def __init__(self, keep: bool = False, clone: set[int] | None = None) -> None:
+    def __init__(self, meter: FlowMeter | None = None) -> None:
+        self.meter = meter or FlowMeter([], [])
         self.calls: list[Call] = []
         self.active: list[Call] = []
-        self.clock = 0
-        self.outputs: dict[int, list[Any]] = {}
-        self._keep, self._clone = keep, clone or set()
+        self.clock, self.work = 0, 0.0
         self._versions: list[tuple[Call, Tensor, int]] = []
 
-    def action(self, name: str) -> Action:
+    def action(self, name: str, copy: bool = False) -> Action:
         def record(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parent = self.active[-1].number if self.active else None
             call = Call(len(self.calls), name, parent, self._tick())
             self.calls.append(call)
             self.active.append(call)
+            self.meter.call = call.number
             given = tree_flatten((args, kwargs))[0]
             call.inputs = [x if isinstance(x, Leaf) else None for x in _describe(given)]
             before = [_version(x) for x in given]
@@ -184,12 +279,21 @@ class _Recorder:
             # A module that writes into its input must run again: replaying it would not.
             if [_version(x) for x in given] != before:
                 call.replayable = False
+            leaves, call.spec = tree_flatten(out)
+            if copy:
+                leaves = self.meter.copied(call.number, leaves)
+                out = tree_unflatten(leaves, call.spec)
             self.active.pop()
+            self.meter.call = ROOT if parent is None else parent
             call.end = self._tick()
-            self._note(call, out)
+            self._note(call, leaves)
             return out
 
         return record
+
+    def copying(self, name: str) -> Action:
+        """As `action`; tensors are returned as copies, for the data flow."""
+        return self.action(name, copy=True)
 
     def use(self, parameter: int) -> Use:
         """A use of a parameter here and now."""
@@ -197,26 +301,24 @@ class _Recorder:
 
     def charge(self, work: float) -> None:
         """Count work for all active calls."""
+        if self.meter.paused:
+            return
+        self.work += work
         for call in self.active:
             call.work += work
 
     def _tick(self) -> int:
         self.clock += 1
+        self.meter.time = self.clock
         return self.clock
 
-    def _note(self, call: Call, out: Any) -> None:
-        leaves, call.spec = tree_flatten(out)
+    def _note(self, call: Call, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._versions.append((call, leaf, _version(leaf)))
             elif not isinstance(leaf, _CONSTANTS):
                 call.replayable = False
         call.leaves = _describe(leaves)
-        if self._keep:
-            cloned = call.number in self._clone
-            self.outputs[call.number] = [
-                x.clone() if cloned and isinstance(x, Tensor) else x for x in leaves
-            ]
 
     def close(self) -> None:
         """Find the outputs that somebody wrote into later, and let go of the tensors."""
@@ -237,7 +339,7 @@ def _describe(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use], work: float) -> Structure:
+def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use]) -> Structure:
     """The calls that both passes made, in the clock of the first, with their batch axes.
 
     Where the data decides what runs (a mixture of experts), the calls differ between the passes
@@ -255,10 +357,11 @@ def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use], work: float) ->
 
     pair(None, None)
     number = {old: new for new, old in enumerate(sorted(same))}
-    calls, outputs = [], {}
+    flow = _renumbered(few.meter.flow, few.calls, number)
+    calls = []
     for old, new in number.items():
         call, other = few.calls[old], more.calls[same[old]]
-        call.number, outputs[new] = new, more.outputs[other.number]
+        call.number = new
         call.parent = None if call.parent is None else number[call.parent]
         call.replayable &= other.replayable and len(call.leaves) == len(other.leaves)
         if call.replayable or len(call.leaves) == len(other.leaves):
@@ -274,7 +377,18 @@ def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use], work: float) ->
         Use(use.parameter, tuple(number[c] for c in use.calls if c in number), use.time)
         for use in uses
     ]
-    return Structure(calls, kept, work, outputs)
+    return Structure(calls, kept, few.work, flow)
+
+
+def _renumbered(flow: Flow, calls: Sequence[Call], number: Mapping[int, int]) -> Flow:
+    """What happens in a call that was left out happens in the one around it."""
+    place = {ROOT: ROOT}
+    for call in calls:
+        around = ROOT if call.parent is None else place[call.parent]
+        place[call.number] = number.get(call.number, around)
+    events = [replace(event, call=place[event.call]) for event in flow.events]
+    outputs = {s: (number[c], i) for s, (c, i) in flow.outputs.items() if c in number}
+    return Flow(events, outputs, flow.parameters, flow.result)
 
 
 def _children(calls: Sequence[Call]) -> dict[int | None, list[int]]:

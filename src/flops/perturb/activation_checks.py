@@ -1,10 +1,13 @@
-"""What must hold for likelihood ratio to be right about its targets, tried out with a few rows.
+"""What must hold for likelihood ratio to be right about its targets.
 
-Each check guards against a gradient that would be wrong without a word.
+Each check guards against a gradient that would be wrong without a word. The data flow of the probe
+tells most of it; what it cannot tell is tried out with a few rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,24 +16,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, Leave
-from flops.passes.local_vjp import LocalTarget, local_products
-from flops.passes.replay import Passes, nothing
+from flops.passes.local_vjp import LocalTarget, looking
+from flops.passes.replay import Passes, Record, nothing
+from flops.passes.structure import FEW
 from flops.perturb.activations import Sites
 
 
-def check_sites(sites: Sites, passes: Passes) -> None:
-    """Run all checks.
-
-    Raises:
-        CoverageError: With what is wrong and what to do instead.
-    """
-    _check_shared_outputs(sites, passes)
-    _check_foreign(sites)
-    _check_differentiable(sites, passes)
-    _check_bypass(sites, passes)
-
-
-def _check_shared_outputs(sites: Sites, passes: Passes) -> None:
+def check_shared_outputs(sites: Sites, passes: Passes) -> None:
     """An output without a batch axis may get one, if the model then keeps the rows apart."""
     shared = {sites.structure.calls[s.call].name for s in sites.sites if s.leaf.axis is None}
 
@@ -40,7 +32,7 @@ def _check_shared_outputs(sites: Sites, passes: Passes) -> None:
         rows = noise.view(len(scale), -1) * scale.to(device).unsqueeze(1)
         return {"edits": sites.edits(rows, 0.1)}
 
-    if shared and not passes.rows_apart(sites.query_prefix, perturb):
+    if shared and not passes.rows_apart(perturb):
         raise CoverageError(
             f"the output of target {sorted(shared)} has no batch axis, and the model does not "
             "take one, so it cannot be perturbed point by point; give the module around it, or "
@@ -48,7 +40,7 @@ def _check_shared_outputs(sites: Sites, passes: Passes) -> None:
         )
 
 
-def _check_foreign(sites: Sites) -> None:
+def check_foreign(sites: Sites) -> None:
     """No other group may train inside a target: the graph of its product would span both."""
     calls = sites.structure.calls
     for target in sites.local:
@@ -62,87 +54,111 @@ def _check_foreign(sites: Sites) -> None:
                 )
 
 
-def _check_differentiable(sites: Sites, passes: Passes) -> None:
-    """Where a parameter moves the target's output, a gradient must flow back to it."""
-    structure = sites.structure
-    deltas: dict[int, dict[int, Tensor]] = {}
-    for site in sites.sites:
-        ones = torch.ones_like(structure.outputs[site.call][site.leaf_index])
-        deltas.setdefault(site.call, {})[site.leaf_index] = ones
-    record = {number: structure.outputs[number] for number in sites.local_prefix.needed}
-    places = torch.arange(len(structure.rows))
-    passes.trials += 1
-    found: set[nn.Parameter] = set()
-    local_products(
-        passes,
-        sites.local_prefix,
-        record,
-        structure.rows,
-        sites.local,
-        deltas,
-        lambda _, gradients: found.update(gradients),
-        places,
-    )
-    for target in sites.local:
-        for parameter in target.parameters:
-            if parameter not in found and _moves_output(sites, passes, target, parameter):
-                names = {id(p): n for n, p in passes.model.named_parameters()}
-                raise CoverageError(
-                    f"the output of target '{target.name}' depends on its parameter "
-                    f"'{names[id(parameter)]}', but no gradient flows between them: something "
-                    "inside the target is not differentiable. Give smaller targets on both sides "
-                    "of it, or use SPSA or ES."
-                )
+def check_differentiable(passes: Passes, bindings: Sequence[Any], wanted: Iterable[int]) -> Record:
+    """Where a parameter moves its target's output, a gradient must flow back to it.
+
+    One pass of few rows shows it for all targets of all groups: their graphs are looked at, no
+    derivative is taken.
+
+    Args:
+        passes: Passes over the probe.
+        bindings: Of all groups.
+        wanted: Calls to record on the way.
+
+    Returns:
+        Outputs of the wanted calls.
+    """
+    sites = [binding for binding in bindings if isinstance(binding, Sites)]
+    found: dict[int, set[int]] = {}
+    around: dict[int, Action] = {}
+    for group in sites:
+        for target in group.local:
+            at = [site.leaf_index for site in group.sites if site.call == target.last]
+            around.update(looking(target, at, found))
+    record = passes.recorded(wanted, around)
+    for group in sites:
+        for target in group.local:
+            for parameter in target.parameters:
+                missing = id(parameter) not in found.get(target.last, ())
+                if missing and _moves_output(group, passes, target, parameter):
+                    names = {id(p): n for n, p in passes.model.named_parameters()}
+                    raise CoverageError(
+                        f"the output of target '{target.name}' depends on its parameter "
+                        f"'{names[id(parameter)]}', but no gradient flows between them: something "
+                        "inside the target is not differentiable. Give smaller targets on both "
+                        "sides of it, or use SPSA or ES."
+                    )
+    return record
 
 
 def _moves_output(
     sites: Sites, passes: Passes, target: LocalTarget, parameter: nn.Parameter
 ) -> bool:
+    at = [site.leaf_index for site in sites.sites if site.call == target.last]
+    data = parameter.data
+    clean = _output(passes, target.last)
+    parameter.data = _other(data)
+    try:
+        moved = _output(passes, target.last)
+    finally:
+        parameter.data = data
+    return any(not torch.equal(moved[i], clean[i]) for i in at)
+
+
+def _output(passes: Passes, call: int) -> list[Any]:
+    """Copies of a call's output; the pass is left there."""
     seen: list[Any] = []
 
     def leave(out: Any) -> Any:
-        seen.extend(tree_flatten(out)[0])
+        seen.extend(x.clone() if isinstance(x, Tensor) else x for x in tree_flatten(out)[0])
         raise Leave
 
-    outputs, data = sites.structure.outputs, parameter.data
-    record = {number: outputs[number] for number in sites.local_prefix.needed}
-    places = torch.arange(len(sites.structure.rows))
-    parameter.data = _other(data)
-    try:
-        passes.trial(sites.local_prefix, record, places, edits={target.last: leave})
-    except Leave:
-        pass
-    finally:
-        parameter.data = data
-    at = [site.leaf_index for site in sites.sites if site.call == target.last]
-    return any(not torch.equal(seen[i], outputs[target.last][i]) for i in at)
+    with suppress(Leave):
+        passes.trial(nothing(passes.structure), {}, torch.arange(FEW), edits={call: leave})
+    return seen
 
 
-def _check_bypass(sites: Sites, passes: Passes) -> None:
-    """The targets' parameters must act on the loss through the perturbed outputs alone.
+def check_bypass(sites: Sites, passes: Passes) -> None:
+    """The targets' parameters must act on the loss through the perturbed outputs alone."""
+    calls, hidden = sites.structure.calls, False
+    for target in sites.local:
+        span = (calls[target.first].start, calls[target.last].end)
+        through = [(s.call, s.leaf_index) for s in sites.sites if s.call == target.last]
+        own = [id(p) for p in target.parameters]
+        escapes = sites.structure.flow.escapes(span, own, through)
+        if escapes:
+            raise _bypass(sites, [calls[target.last].name])
+        hidden = hidden or escapes is None
+    if hidden:
+        _try_bypass(sites, passes)
 
-    The targets run with other parameters but return their clean outputs: no loss may move.
-    """
+
+def _try_bypass(sites: Sites, passes: Passes) -> None:
+    """The targets run with other parameters but return their clean outputs: no loss may move."""
     structure = sites.structure
     saved: dict[nn.Parameter, Tensor] = {}
     around: dict[int, Action] = {}
+    clean = passes.recorded({target.last for target in sites.local})
     for target in sites.local:
         around[target.first] = _shift(target, saved)
-        around[target.last] = _clean_output(target, saved, sites)
-    places = torch.arange(len(structure.rows))
+        around[target.last] = _clean_output(target, saved, sites, clean[target.last])
+    places = torch.arange(FEW)
     try:
         losses = passes.trial(nothing(structure), {}, places, around=around)
     finally:
         for parameter, data in saved.items():
             parameter.data = data
     if losses is not None and not structure.agrees(losses, places):
-        names = sorted({structure.calls[target.last].name for target in sites.local})
-        raise CoverageError(
-            f"group '{sites.group}': its parameters act on the loss not only through the output "
-            f"of {names}: there is a skip connection past it, or something is left in an attribute "
-            "for a later module. Give the module around both, or use SPSA; for a stage use "
-            'targets="block", or end it behind the connection.'
-        )
+        raise _bypass(sites, sorted({structure.calls[t.last].name for t in sites.local}))
+
+
+def _bypass(sites: Sites, names: list[str]) -> CoverageError:
+    return CoverageError(
+        f"group '{sites.group}': its parameters act on the loss not only through the output "
+        f"of {names}: there is a skip connection past it, or something is left in an attribute "
+        "for a later module. Give the module around both, or use SPSA; for a stage use "
+        'targets="block", or end it behind the connection.'
+    )
 
 
 def _shift(target: LocalTarget, saved: dict[nn.Parameter, Tensor]) -> Action:
@@ -155,9 +171,10 @@ def _shift(target: LocalTarget, saved: dict[nn.Parameter, Tensor]) -> Action:
     return action
 
 
-def _clean_output(target: LocalTarget, saved: dict[nn.Parameter, Tensor], sites: Sites) -> Action:
+def _clean_output(
+    target: LocalTarget, saved: dict[nn.Parameter, Tensor], sites: Sites, clean: list[Any]
+) -> Action:
     perturbed = {site.leaf_index for site in sites.sites if site.call == target.last}
-    clean = sites.structure.outputs[target.last]
     shift = _shift(target, saved)
 
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
+from flops.passes.binding import Binding
 from flops.passes.local_vjp import LocalTarget
-from flops.passes.replay import Edit, Passes, nothing
+from flops.passes.replay import Edit, Passes, Prefix, nothing
 from flops.passes.structure import FOLDED, Call, Leaf, Use
 from flops.perturb.noise_tables import values as noise_values
 
@@ -39,7 +40,7 @@ class Site:
         return _row_shape(self.leaf)
 
 
-class Sites:
+class Sites(Binding):
     """The noise sites of a group in one structure, and the prefixes of its passes."""
 
     def __init__(
@@ -51,9 +52,10 @@ class Sites:
         reuse: bool,
     ) -> None:
         self.group, self.local = group, local
+        self.local_prefix: Prefix
         self.structure = passes.structure
         self.sites = _sites(local, modules, passes)
-        self.size = self.sites[-1].offset + self.sites[-1].size
+        self.size = self.noise_size = self.sites[-1].offset + self.sites[-1].size
         self.dtype = self.sites[0].leaf.dtype
         for site in self.sites:
             self.dtype = torch.promote_types(self.dtype, site.leaf.dtype)
@@ -72,28 +74,9 @@ class Sites:
             self.local_prefix = passes.prefix(min(calls[t.first].start for t in local))
         else:
             self.query_prefix = self.local_prefix = nothing(self.structure)
+        self.prefixes = (self.query_prefix, self.local_prefix)
         # From the start: what stands between replayed calls runs again, and may read a parameter.
         self.local_span = (0, max(calls[t.last].end for t in local))
-
-    @property
-    def needed(self) -> frozenset[int]:
-        """Calls to record."""
-        return self.query_prefix.needed | self.local_prefix.needed
-
-    @property
-    def local_needed(self) -> frozenset[int]:
-        """Calls whose outputs the local products replay."""
-        return self.local_prefix.needed
-
-    @property
-    def replayed_share(self) -> float:
-        """Share of a forward pass that queries replay."""
-        return self.query_prefix.share
-
-    @property
-    def noise_size(self) -> int:
-        """Noise values of a row."""
-        return self.size
 
     def covers(self, use: Use) -> bool:
         """Inside one of the targets, for a parameter of that target."""

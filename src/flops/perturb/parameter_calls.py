@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.errors import CoverageError
+from flops.passes.binding import Binding
 from flops.passes.intercept import Action, Forward, everywhere, scripted
 from flops.passes.replay import Passes, Prefix, nothing
 from flops.passes.selection import Selection
@@ -50,38 +51,12 @@ class Unit:
         return scripted(lookups, everywhere(lambda name: _clean_row(lookups[name]), lookups))
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(Binding):
     """The units of a group, and the prefix that ends before the first of them starts."""
 
-    structure: Structure
-    units: tuple[Unit, ...]
-    prefix: Prefix
-
-    @property
-    def needed(self) -> frozenset[int]:
-        """Calls to record."""
-        return self.prefix.needed
-
-    @property
-    def replayed_share(self) -> float:
-        """Share of a forward pass that queries replay."""
-        return self.prefix.share
-
-    @property
-    def noise_size(self) -> int:
-        """Outputs get no noise."""
-        return 0
-
-    @property
-    def local_needed(self) -> frozenset[int]:
-        """No local products."""
-        return frozenset()
-
-    @property
-    def local_span(self) -> None:
-        """No local products."""
-        return
+    def __init__(self, structure: Structure, units: tuple[Unit, ...], prefix: Prefix) -> None:
+        self.structure, self.units, self.prefix = structure, units, prefix
+        self.prefixes = (prefix,)
 
     @property
     def size(self) -> int:

@@ -1,0 +1,46 @@
+"""What an estimator works out for one group and one structure of the forward pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from flops.passes.local_vjp import LocalTarget
+from flops.passes.replay import Prefix
+from flops.passes.structure import Use
+
+
+class Binding(ABC):
+    """Where a group's noise goes, and what its queries and local products replay.
+
+    Attributes:
+        prefixes: What queries and local products replay; the queries' first.
+        local: Targets of the local products, in the order in which they end; none by default.
+        local_prefix: What the local products replay; None without any.
+        local_span: First and last moment of the pass of the local products; None without any.
+        noise_size: Noise values on the outputs of a row.
+    """
+
+    prefixes: tuple[Prefix, ...] = ()
+    local: tuple[LocalTarget, ...] = ()
+    local_prefix: Prefix | None = None
+    local_span: tuple[int, int] | None = None
+    noise_size: int = 0
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """Calls whose clean outputs must be recorded."""
+        return frozenset().union(*(prefix.needed for prefix in self.prefixes))
+
+    @property
+    def local_needed(self) -> frozenset[int]:
+        """Calls whose clean outputs the local products replay."""
+        return frozenset() if self.local_prefix is None else self.local_prefix.needed
+
+    @property
+    def replayed_share(self) -> float:
+        """Share of a forward pass that queries replay instead of running it."""
+        return self.prefixes[0].share if self.prefixes else 0.0
+
+    @abstractmethod
+    def covers(self, use: Use) -> bool:
+        """Whether the estimate contains the effect of this use of a parameter."""
