@@ -24,7 +24,7 @@ from tests.support.serving import Server
         (["--rate", "nan"], "--rate must be at least 0"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--api-key-env", "FLOPS_NOT_SET"], "FLOPS_NOT_SET is not set or empty"),
-        (["--classes", ","], "names none"),
+        (["--classes", ","], "--classes has no names"),
         (["--model", "no-such-model"], "no-such-model"),
         (["--ledger", "/proc/no/ledger.sqlite"], "cannot be opened"),
     ],

@@ -172,9 +172,9 @@ def test_the_data_must_be_of_the_services_classes(server, tmp_path) -> None:
         (["--price", "-2"], "--price must be at least 0"),
         (["--timeout", "0"], "--timeout must be positive"),
         (["--queries", "1", "--methods", "spsa"], "--queries must be at least 2 for spsa"),
-        (["--step-sizes", "-1"], "--step-sizes must be positive"),
+        (["--step-sizes", "-1"], "--step-sizes must be one or more positive numbers"),
         (["--sigma", "0"], "--sigma must be positive, not 0"),
-        (["--text-tokens", "0", "--image-tokens", "0"], "text or an image prompt vector"),
+        (["--text-tokens", "0", "--image-tokens", "0"], "at least one text or image prompt vector"),
         (["--api-key-env", "NO_SUCH_KEY", "--url", "http://127.0.0.1:9"], "NO_SUCH_KEY is not set"),
     ],
 )
@@ -184,7 +184,7 @@ def test_options_that_do_not_fit_are_explained(options, message, tmp_path) -> No
 
 def test_more_shots_than_there_are(server, tmp_path) -> None:
     said = refused(tmp_path, "--url", server.url, "--shots", "17")
-    assert "up to 16 shots of a class, not 17" in said
+    assert "at most 16 shots per class, not 17" in said
 
 
 def test_methods_that_there_are_not(tmp_path, capsys) -> None:

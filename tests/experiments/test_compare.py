@@ -68,7 +68,7 @@ def test_a_comparison_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     bp = kept["results"]["bp"][0]
     assert bp["at_budget"]["epoch"] > 2  # cheaper steps: more of them
     assert (tmp_path / "accuracy.png").stat().st_size > 5000
-    assert f"the plot is {tmp_path / 'accuracy.png'}" in shown
+    assert f"plot: {tmp_path / 'accuracy.png'}" in shown
     assert "| shaped-lr | stage |" in (tmp_path / "tables.md").read_text()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cells").rglob("*.json")}
     assert len(before) == 6

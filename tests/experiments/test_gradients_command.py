@@ -159,7 +159,7 @@ def test_targets_and_a_model_of_ones_own(tmp_path: Path) -> None:
         (["--allocators", "even"], "no allocator 'even': give one of equal, bernoulli"),
         (["--estimators", "mezo"], "no estimator 'mezo': give one of lr, spsa, es"),
         (["--budgets", "1"], "budgets: spsa needs at least 2"),
-        (["--budgets", "5", "5"], "each once"),
+        (["--budgets", "5", "5"], "each only once"),
         (["--repeats", "0"], "repeats, warm and learn >= 1"),
         (["--batch", "5000"], "there are 1197 points"),
         (["--stages", "-1"], "stages >= 0"),

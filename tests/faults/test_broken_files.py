@@ -143,7 +143,7 @@ def test_a_run_with_garbled_metrics_goes_on(
 def test_broken_counts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "counts.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(ValueError, match=r"counts.safetensors is no file of counts"):
+    with pytest.raises(ValueError, match=r"counts.safetensors is not a complete file of counts"):
         plot_allocation(tmp_path / "counts.safetensors", tmp_path / "a.png")
 
 

@@ -146,7 +146,7 @@ def test_pickled_weights_are_not_read(asset: str, load: Any, tmp_path: Path) -> 
 def test_a_kernel_of_the_hub_is_not_run(asset: str, load: Any, name: str, tmp_path: Path) -> None:
     folder = copied(asset, tmp_path / "model")
     change(folder / "config.json", **{name: "someone/kernel"})
-    with pytest.raises(ValueError, match="asks for the kernel 'someone/kernel' of the hub"):
+    with pytest.raises(ValueError, match="names the hub kernel 'someone/kernel'"):
         load(str(folder))
 
 

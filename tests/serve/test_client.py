@@ -244,7 +244,7 @@ def test_keys_that_cannot_be_sent_are_refused_and_not_shown(key, tmp_path, monke
 def test_blanks_around_a_key_are_no_part_of_it(tmp_path) -> None:
     (tmp_path / "key").write_text("  a key\r\n", "utf-8")
     assert read_key(None, tmp_path / "key") == "a key"
-    with pytest.raises(FlopsError, match="give one of them"):
+    with pytest.raises(FlopsError, match="pass one of them"):
         read_key("KEY", tmp_path / "key")
     with pytest.raises(FlopsError, match="--api-key-file cannot be read"):
         read_key(None, tmp_path / "none")

@@ -170,7 +170,7 @@ def test_captions_have_articles_and_a_class_has_a_word_of_the_language(
 ) -> None:
     assert noun("T-shirt/top") == "a t-shirt"
     assert noun("Ankle_boot") == "an ankle boot"
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="no word for a caption"):
         noun(" _ ")
     unknown = language.tokenizer.unk_token_id
     for names in (CLASSES, FASHION_CLASSES):

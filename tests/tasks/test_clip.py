@@ -287,7 +287,7 @@ def test_what_is_no_clip_is_refused(tmp_path: Path, folder: Path) -> None:
     shutil.copytree(folder, tmp_path / "mute")
     for file in (tmp_path / "mute").glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ClipError, match=r"does not know all of 'a photo of a cat\.'"):
+    with pytest.raises(ClipError, match=r"does not know all words of 'a photo of a cat\.'"):
         PromptedClip.load(tmp_path / "mute", ANIMALS)
     with pytest.raises(ClipError, match="must be named"):
         PromptedClip.load(folder)
@@ -356,7 +356,7 @@ def test_class_texts_that_do_not_fit_are_refused(folder: Path) -> None:
         PromptedClip.load(classes=["bag"])
     with pytest.raises(ClipError, match="cannot be told apart: Bag, bag"):
         PromptedClip.load(classes=["Bag", "coat", "bag"])
-    with pytest.raises(ClipError, match="does not know all of 'a photo of a f\u00eate"):
+    with pytest.raises(ClipError, match="does not know all words of 'a photo of a f\u00eate"):
         PromptedClip.load(folder, ["cat", "f\u00eate"])
     with pytest.raises(ClipError, match="reads at most 64: shorten"):
         PromptedClip.load(folder, ["cat", "d" * 60])

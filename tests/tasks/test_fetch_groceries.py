@@ -50,7 +50,7 @@ def test_names_that_lead_elsewhere_are_refused(
     name: str, script: ModuleType, tmp_path: Path
 ) -> None:
     source = table(tmp_path / "t.parquet", name)
-    with pytest.raises(ValueError, match="no name of a folder"):
+    with pytest.raises(ValueError, match="not a valid folder name"):
         script.write(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [source]
 

@@ -510,7 +510,7 @@ def test_options_that_do_not_fit_the_data_set(tmp_path):
         load(folder, GREY, splits={"test": "nope"}, **chosen)
     with pytest.raises(ValueError, match="splits are train, validation and test, got dev"):
         load(folder, GREY, splits={"dev": "train"}, **chosen)
-    with pytest.raises(ValueError, match="one split cannot be used twice"):
+    with pytest.raises(ValueError, match="a split cannot be used twice"):
         load(folder, GREY, splits={"test": "train"}, **chosen)
     with pytest.raises(ValueError, match="label None; allowed are 'a' to 'a'"):
         load(folder, GREY, image_column="image_data", label_column="none")

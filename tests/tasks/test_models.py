@@ -106,10 +106,10 @@ def test_a_kept_head_is_the_models_own(saved, tmp_path):
     assert torch.equal(bundled.classifier.weight, expected.classifier.weight)
     original.vit.save_pretrained(tmp_path / "headless")
     for source, classes, reason in (
-        (str(path), 3, "has 5 classes and the data have 3"),
-        ("bundled", 3, "has 10 classes and the data have 3"),
+        (str(path), 3, "has 5 classes, the data 3"),
+        ("bundled", 3, "has 10 classes, the data 3"),
         ("random:vit-base", 10, "no head to keep"),
-        (str(tmp_path / "headless"), 2, "without a classification head"),
+        (str(tmp_path / "headless"), 2, "has no classification head to keep"),
     ):
         with pytest.raises(ValueError, match=reason):
             load_model(source, classes, head="kept")

@@ -97,7 +97,7 @@ def test_the_colour_model_does_with_a_photo_what_the_bundled_one_does_with_its_g
     assert outputs[0].std() > 0.1
     with pytest.raises(SystemExit):
         call(monkeypatch, script("colour_vit"), tmp_path / "colour")
-    assert "exists; give a new folder" in capsys.readouterr().err
+    assert "exists; choose a new folder" in capsys.readouterr().err
 
 
 # --- training on them

@@ -246,7 +246,7 @@ def test_embedded_shots() -> None:
     places = torch.cat([few.points.train, few.points.validation, few.points.test])
     assert places.tolist() == list(range(len(few.labels)))
     for wrong in (0, 17):
-        with pytest.raises(FlopsError, match=f"up to 16 shots of a class, not {wrong}"):
+        with pytest.raises(FlopsError, match=f"at most 16 shots per class, not {wrong}"):
             few_shots(shots=wrong)
 
 
