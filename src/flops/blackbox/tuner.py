@@ -36,7 +36,7 @@ from flops.estimators.base import Answer, Estimator, Queries
 from flops.estimators.parameter_noise import ParameterNoise
 from flops.estimators.variance import ENERGY_STEPS
 
-SCHEMA = 2
+SCHEMA = 3  # also counts streams of noise: that of earlier queries is made again
 AT_ONCE = 1 << 25  # noise values of one candidates, 128 MB
 NAME = "parameters"
 
