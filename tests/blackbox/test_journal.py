@@ -114,7 +114,7 @@ def test_files_that_are_no_journals_are_refused(tmp_path) -> None:
     Journal(path, SETTINGS).close()
     with closing(sqlite3.connect(path)) as base, base:
         base.execute("update about set value = '99' where name = 'schema'")
-    with pytest.raises(JournalError, match=r"schema 99, written by flops 0.*reads schema 2"):
+    with pytest.raises(JournalError, match=r"schema 99, written by flops 0.*reads schema 3"):
         Journal(path, SETTINGS)
 
 

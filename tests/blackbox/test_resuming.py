@@ -448,7 +448,7 @@ def test_a_journal_of_the_former_version_is_explained(tmp_path) -> None:
     with closing(sqlite3.connect(path)) as base, base:
         base.execute("create table about (name text primary key, value text not null)")
         base.execute("insert into about values ('schema', '1'), ('run', 'x'), ('settings', '{}')")
-    with pytest.raises(JournalError, match=r"schema 1, written by flops 0\.1\.0 before.*schema 2"):
+    with pytest.raises(JournalError, match=r"schema 1, written by flops 0\.1\.0 before.*schema 3"):
         Journal(path, {})
     with closing(sqlite3.connect(path)) as base:  # as it was
         assert base.execute("select count(*) from sqlite_master").fetchone()[0] == 2

@@ -34,7 +34,7 @@ from torch import Tensor
 from flops import __version__
 from flops.errors import FlopsError
 
-SCHEMA = 2
+SCHEMA = 3  # also counts streams of noise: answers belong to the noise that was sent
 TABLES = """
 create table about (name text primary key, value text not null);
 create table plans (

@@ -37,7 +37,7 @@ from flops.estimators.likelihood_ratio import default_sigma
 from flops.estimators.parameter_noise import ParameterNoise
 from flops.estimators.variance import ENERGY_STEPS
 
-SCHEMA = 2
+SCHEMA = 3  # also counts streams of noise: that of earlier queries is made again
 AT_ONCE = 1 << 25  # noise values per round, 128 MB
 NAME = "parameters"
 
