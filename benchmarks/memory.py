@@ -109,14 +109,24 @@ def resident() -> int:
     )
 
 
+def reset_peak() -> None:
+    """The peak of resident memory starts from here."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def highest() -> int:
+    """Most bytes that were resident since `reset_peak`."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    most = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(most.split()[1]) * 1024
+
+
 def peak(run: Callable[[], Any]) -> int:
     """Peak growth of resident memory."""
     before = resident()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
+    reset_peak()
     run()
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    most = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(most.split()[1]) * 1024 - before
+    return highest() - before
 
 
 def child(case: str) -> dict[str, float]:
