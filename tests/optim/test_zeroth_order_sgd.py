@@ -62,7 +62,6 @@ GROUPS = {
 def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a large and as a small group is treated."""
     monkeypatch.setattr(draws, "KEEP", request.param)
-    monkeypatch.setattr("flops.estimators.shared_parameters.KEEP", request.param)
 
 
 def same(model: nn.Module, other: nn.Module, **tolerance: float) -> None:

@@ -17,7 +17,7 @@ KEY = (3, 1, 4)
 
 def parameters(dtype: torch.dtype, mixed: bool = False) -> tuple[nn.Parameter, ...]:
     """Of odd sizes, one longer than a piece."""
-    shapes = [(7,), (70_001,), (13, 11), (), (2, 3, 5, 5)]
+    shapes = [(7,), (140_001,), (13, 11), (), (2, 3, 5, 5)]
     found = [torch.randn(shape, dtype=dtype) for shape in shapes]
     if mixed:
         found[-1] = found[-1].to(memory_format=torch.channels_last)
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "several": {"weights": (0.3, -2.0, 0.7)},
     "channels last": {"mixed": True},
     "padding": {"padding": {2: 4}},
-    "padding in a piece": {"padding": {1: 65_537}},
+    "padding in a piece": {"padding": {1: 131_075}},
 }
 
 

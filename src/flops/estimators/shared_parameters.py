@@ -10,10 +10,11 @@ and are perturbed as a whole.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flops.estimators.base import (
     BatchPlan,
@@ -27,7 +28,7 @@ from flops.estimators.base import (
 )
 from flops.passes.intercept import Action, Forward
 from flops.passes.replay import nothing
-from flops.perturb.draws import KEEP, Draws, DrawShape, shifted
+from flops.perturb.draws import Draws, DrawShape, shifted
 from flops.perturb.parameter_calls import Unit, Units
 from flops.perturb.random import SharedKind, fill
 
@@ -60,10 +61,7 @@ class SharedEstimation(Estimation):
         self.dtype = queries.losses.dtype
         self._draws = int(queries.counts[0]) // options.unit
         self._shape = DrawShape(units.parameters, units.padding)
-        # Of a small group the first draws are kept for both signs and the gradient.
-        size = self._shape.offsets[-1]
-        self._room = KEEP // max(1, size) if self._shape.small and units.root is not None else 0
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}  # the latest draw of a small group
         # Without a clean pass there is nothing to replay.
         recorded = units.prefix.needed <= queries.recorded
         self._prefix = units.prefix if recorded else nothing(units.structure)
@@ -83,7 +81,7 @@ class SharedEstimation(Estimation):
         draw, second = divmod(int(rows.draws[0]), self._options.unit)
         alpha = -self._options.sigma if second else self._options.sigma
         around: dict[int, Action] = {}
-        if self._room and self._units.root is not None:
+        if self._shape.small and self._units.root is not None:
             around[self._units.root] = self._shift_all(draw, alpha)
         else:
             for unit in self._units.units:
@@ -111,10 +109,14 @@ class SharedEstimation(Estimation):
         size = self._shape.offsets[-1] - sum(parameters[i][0].numel() for i in padding)
         return Estimate(self._derivatives, None, float(size), loss=self._loss)
 
+    @cached_property
+    def _starts(self) -> dict[nn.Parameter, int]:
+        """Where each parameter begins in a draw."""
+        return dict(zip(self._shape.parameters, self._shape.offsets, strict=False))
+
     def _shift(self, unit: Unit, draw: int, alpha: float) -> Action:
         """Parameters of a unit point to perturbed copies while it runs."""
         kind, key = self._options.noise, (*self._queries.key, draw)
-        starts = dict(zip(self._shape.parameters, self._shape.offsets, strict=False))
 
         def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             saved = [(p, p.data) for p in unit.parameters.values()]
@@ -122,7 +124,7 @@ class SharedEstimation(Estimation):
                 with unit.clean_padding() if unit.lookups else nullcontext():
                     for path, p in unit.parameters.items():
                         padding = unit.padding.get(path)
-                        p.data = shifted(p.data, kind, key, alpha, starts[p], padding)
+                        p.data = shifted(p.data, kind, key, alpha, self._starts[p], padding)
                     return forward(*args, **kwargs)
             finally:
                 for parameter, data in saved:
@@ -150,8 +152,7 @@ class SharedEstimation(Estimation):
     def _noise(self, draw: int) -> list[Tensor]:
         """Of each parameter of a small group."""
         if draw not in self._kept:
-            if len(self._kept) == self._room:
-                self._kept.popitem()  # the last one: the first ones serve the gradient
+            self._kept.clear()
             device, size = self._shape.parameters[0].device, self._shape.offsets[-1]
             row = torch.empty(size, dtype=torch.float32, device=device)
             self._kept[draw] = fill(self._options.noise, (*self._queries.key, draw), row)

@@ -19,8 +19,6 @@ from flops.passes.inner_products import squared_norm
 from flops.perturb.random import SharedKind, fill, noise_pieces
 
 KEEP = 1 << 22  # values of a small group, 16 MB: little beside any process
-PIECE = 1 << 16  # values of a sum at a time on the CPU: they stay in the cache
-DEVICE_PIECE = 1 << 22  # elsewhere: few launches
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class Draws:
     def _move_one(self, number: int, alpha: float, earlier: Sequence[tuple[float, Draws]]) -> float:
         parameter, energy = self.shape.parameters[number], 0.0
         others = [(factor, draws._pieces(number)) for factor, draws in earlier]
-        target = parameter
+        target: Tensor = parameter
         if not parameter.is_contiguous():  # its values do not stand in the order of the noise
             target = torch.zeros(parameter.shape, dtype=_wide(parameter), device=parameter.device)
         flat = target.view(-1)
@@ -177,18 +175,21 @@ class Draws:
         return total
 
     def _pieces(self, number: int) -> Iterator[tuple[int, Tensor]]:
-        """A parameter's gradient: where each piece begins, and its values, in memory of its own."""
-        parameter = self.shape.parameters[number]
+        """A parameter's gradient: where a piece begins, and its values, to use before the next.
+
+        Pieces of a parameter are the same for all draws on it.
+        """
+        parameter, at = self.shape.parameters[number], self.shape.offsets[number]
         size, device, wide = parameter.numel(), parameter.device, _wide(parameter)
-        most = PIECE if device.type == "cpu" else DEVICE_PIECE
-        spare = torch.empty(min(size, most), dtype=torch.float32, device=device)
         row = parameter[0].numel() if number in self.shape.padding else 0
         low = row * self.shape.padding.get(number, 0)
-        for begin in range(0, size, most):
-            z, total = spare[: size - begin], torch.empty(0)
-            for draw, weight in enumerate(self.weights):
-                noise = fill(self.kind, (*self.key, draw), z, self.shape.offsets[number] + begin)
-                total = noise.to(wide) * weight if not draw else total.add_(noise, alpha=weight)
+        first, *weights = self.weights
+        for begin, z in noise_pieces(self.kind, (*self.key, 0), size, device, at):
+            total = z.to(wide).mul_(first)
+            for draw, weight in enumerate(weights, start=1):
+                key = (*self.key, draw)
+                for _, more in noise_pieces(self.kind, key, len(z), device, at + begin):
+                    total.add_(more, alpha=weight)
             if row:
                 total[max(0, low - begin) : max(0, low + row - begin)] = 0
             yield begin, total
