@@ -121,7 +121,7 @@ def test_one_group_equals_a_slow_loop(name: str, kind: str) -> None:
         truth = brute_lr(run, modules, estimator, case.size, queries)
     elif estimator.shared:
         units = own_units(case.model, modules)
-        truth = brute_shared(run, units, estimator, case.size, queries)
+        truth = brute_shared(run, modules, units, estimator, case.size, queries)
     else:
         truth = brute_pointwise(fg, run, case.size, queries)
     names = {p: n for n, p in case.model.named_parameters()}

@@ -15,7 +15,7 @@ from flops.engine.rows import own_chunks
 from flops.estimators.base import PointPlan
 from flops.perturb import device_noise, random
 from flops.perturb.noise_tables import negative, values
-from flops.perturb.random import COMPACT, KINDS, NoiseStream, add_noise, fill, mix
+from flops.perturb.random import COMPACT, KINDS, NoiseStream, fill, mix
 
 KEY = (7, 3, 1)
 INDEPENDENT = ["gaussian", "rademacher"]
@@ -76,22 +76,11 @@ def test_a_parameter_is_filled_from_any_offset(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", INDEPENDENT)
-def test_noise_is_added_in_pieces(kind: str) -> None:
-    z, start = fill(kind, KEY, torch.empty(140_000)), torch.randn(140_000)
-    torch.testing.assert_close(add_noise(start.clone(), kind, KEY, 0.5), start + 0.5 * z)
-    part = start.clone()
-    assert add_noise(part[7:], kind, KEY, -2.0, 7).data_ptr() == part[7:].data_ptr()
-    torch.testing.assert_close(part, torch.cat([start[:7], start[7:] - 2 * z[7:]]))
-    turned = torch.ones(5, 3).T
-    assert torch.equal(add_noise(turned, kind, KEY, 1.0), 1 + z[:15].view(3, 5))
-
-
-@pytest.mark.parametrize("kind", INDEPENDENT)
 def test_no_temporary_is_as_large_as_the_noise(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "_DEVICE_WORDS", random._WORDS)
     target = torch.zeros(3_000_000)
     with _Largest(beside=target) as seen:
-        add_noise(target, kind, KEY, 0.1)
+        fill(kind, KEY, target)
     assert 0 < seen.bytes <= 1 << 19 < target.nbytes / 20
 
 

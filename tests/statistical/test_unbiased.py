@@ -212,18 +212,17 @@ def test_drifting_parameters_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     case.samples(estimator, 4)
     assert unchanged()
 
-    def shift(self, draw, sign, number, unit):
+    def shift(self, draw, alpha):
         def action(forward, args, kwargs):
             for direction in (1, -1):
                 if direction == -1:
                     out = forward(*args, **kwargs)
-                for place, (path, p) in enumerate(unit.parameters.items()):
-                    z = self._noise(draw, number, unit, place, path)
-                    p.data.add_(z, alpha=direction * sign * estimator.sigma)
+                for p, z in zip(self._shape.parameters, self._noise(draw), strict=True):
+                    p.data.add_(z, alpha=direction * alpha)
             return out
 
         return action
 
-    monkeypatch.setattr(SharedEstimation, "_shift", shift)
+    monkeypatch.setattr(SharedEstimation, "_shift_all", shift)
     case.samples(estimator, 4)
     assert not unchanged()

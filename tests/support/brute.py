@@ -151,34 +151,48 @@ def _grads(pairs: Any, parameters: list[nn.Parameter]) -> list[Any]:
 
 def brute_shared(
     run: Run,
+    targets: Sequence[nn.Module],
     units: Sequence[tuple[nn.Module, list[nn.Parameter]]],
     estimator: Any,
     size: int,
     queries: int,
     number: int = 0,
 ) -> dict[nn.Parameter, Tensor]:
-    """ES or SPSA with draws shared by the batch; a unit is a module and what it perturbs."""
+    """ES or SPSA with draws shared by the batch; a unit is a module and what it perturbs.
+
+    A draw is one row of noise, with the parameters of the targets one after the other.
+    """
+    parameters = list(dict.fromkeys(p for m in targets for p in m.parameters() if p.requires_grad))
     total: dict[nn.Parameter, Tensor] = {}
     draws, sigma = queries // estimator.unit, estimator.sigma
     with torch.no_grad():
         clean = torch.stack([run(j) for j in range(size)]).mean()
         for draw in range(draws):
-            noise = []
-            for u, (module, parameters) in enumerate(units):
-                for place, p in enumerate(parameters):
-                    key = (0, 0, number, draw, u, place)
-                    z = keyed_noise(estimator.noise, key, 1, p.numel()).reshape(p.shape)
-                    noise.append(_without_padding(z, module))
+            sizes = [p.numel() for p in parameters]
+            row = keyed_noise(estimator.noise, (0, 0, number, draw), 1, sum(sizes))[0]
+            parts = zip(parameters, row.split(sizes), strict=True)
+            drawn = {p: part.reshape(p.shape) for p, part in parts}
+            noise = [[_without_padding(drawn[p], m) for p in ps] for m, ps in units]
 
             def loss(sign: float) -> Tensor:
-                shifts = iter(noise)
-                places = [(m, [(p, sign * sigma * next(shifts)) for p in ps]) for m, ps in units]
+                places = [
+                    (m, [(p, sign * sigma * z) for p, z in zip(ps, zs, strict=True)])
+                    for (m, ps), zs in zip(units, noise, strict=True)
+                ]
                 return _shifted(run, places, size)
 
             down = loss(-1.0) if estimator.unit == 2 else clean
             w = (loss(1.0) - down) / (estimator.unit * sigma)
-            for z, p in zip(noise, [p for _, ps in units for p in ps], strict=True):
-                total[p] = total.get(p, 0) + w * z / draws
+            for p in parameters:
+                used = [
+                    z
+                    for (_, ps), zs in zip(units, noise, strict=True)
+                    for q, z in zip(ps, zs, strict=True)
+                    if q is p
+                ]
+                # What any of its places saw: a row that is padding everywhere saw nothing.
+                seen = torch.stack([z != 0 for z in used]).any(0)
+                total[p] = total.get(p, 0) + w * drawn[p] * seen / draws
     return total
 
 

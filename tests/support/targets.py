@@ -32,7 +32,7 @@ def check(
     if isinstance(estimator, LikelihoodRatio):
         truth = brute_lr(run, targets, estimator, size, queries)
     elif estimator.shared:
-        truth = brute_shared(run, own_units(model, targets), estimator, size, queries)
+        truth = brute_shared(run, targets, own_units(model, targets), estimator, size, queries)
     else:
         truth = brute_pointwise(fg, run, size, queries)
     names = {p: n for n, p in model.named_parameters()}

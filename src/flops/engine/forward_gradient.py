@@ -22,6 +22,7 @@ from flops.allocators.equal import Equal
 from flops.engine.allocation import check_allocators, floor_of, total_budgets
 from flops.engine.auto_groups import automatic_groups
 from flops.engine.collectives import Collectives, ProcessGroup, fingerprint
+from flops.engine.gradients import Update
 from flops.engine.groups import Group, ResolvedGroup, resolve
 from flops.engine.layout import Layout, Layouts
 from flops.engine.report import ForwardEquivalents, StepReport
@@ -111,6 +112,7 @@ class ForwardGradient:
         index: Tensor | Sequence[int] | None = None,
         scale: float = 1.0,
         exact: bool = False,
+        update: Update | None = None,
     ) -> StepReport:
         """Add the estimated gradient of the batch's mean loss to ``.grad``.
 
@@ -130,6 +132,9 @@ class ForwardGradient:
                 points, the sum over micro-batches is the gradient of the whole batch.
             exact: Backpropagate as well, for the cosines in the report only (not charged, NaN
                 for a model that cannot be differentiated).
+            update: Takes the gradients in place of ``.grad``: called with a group's name and its
+                gradient as keys and scalars, it returns the squared length of that. All groups
+                must have shared draws. Made for `flops.optim.ZerothOrderSGD`.
 
         Returns:
             What the step saw and cost.
@@ -140,8 +145,12 @@ class ForwardGradient:
         """
         if not (isinstance(scale, float | int) and math.isfinite(scale) and scale > 0):
             raise ValueError(f"scale must be a positive number, not {scale!r}")
+        if update is not None:
+            self.check_seeded()
+            if exact:
+                raise ValueError("exact=True compares gradients in .grad; leave update out")
         with Hold(), ExitStack() as whole:
-            return self._estimate(inputs, targets, index, float(scale), exact, whole)
+            return self._estimate(inputs, targets, index, float(scale), exact, update, whole)
 
     def _estimate(
         self,
@@ -150,6 +159,7 @@ class ForwardGradient:
         index: Tensor | Sequence[int] | None,
         scale: float,
         exact: bool,
+        update: Update | None,
         whole: ExitStack,
     ) -> StepReport:
         started = time.perf_counter()
@@ -170,7 +180,7 @@ class ForwardGradient:
             ]
             run_queries(steps, session)
             truth = exact_gradients(self.model, session.passes.batch) if exact else None
-            writer = writer_of(steps, session)
+            writer = writer_of(steps, session, update)
             if writer.streaming:  # from the first hook on the step is taken as a whole
                 whole.enter_context(Whole())
             write_gradients(steps, session, writer, truth, scale)
@@ -194,6 +204,22 @@ class ForwardGradient:
             self.memory, self.allocators = memory, allocators
             self.steps += 1
         return report
+
+    def check_seeded(self) -> None:
+        """Refuse groups whose gradients do not follow from keys and scalars.
+
+        Raises:
+            FlopsError: With the first such group.
+        """
+        for group in self.groups:
+            if not group.estimator.seeded:
+                raise FlopsError(
+                    f"group '{group.name}': the gradient of {type(group.estimator).__name__} does "
+                    "not follow from seeds and scalars; those of MeZO, SPSA(shared=True) and "
+                    "ES(shared=True) do. For others use any torch optimizer, and "
+                    "flops.optim.step_as_gradients_appear(optimizer) to hold one gradient at a "
+                    "time."
+                )
 
     @contextmanager
     def session(

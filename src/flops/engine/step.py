@@ -26,7 +26,7 @@ from flops.engine.allocation import (
     pilot_share,
 )
 from flops.engine.collectives import Collectives
-from flops.engine.gradients import Collector, GroupSink, Writer
+from flops.engine.gradients import Collector, GroupSink, Update, Writer
 from flops.engine.groups import ResolvedGroup
 from flops.engine.layout import Layout, Layouts
 from flops.engine.rows import gathered, own_chunks
@@ -379,12 +379,12 @@ def run_queries(steps: Sequence[GroupStep], session: Session, run: Run = run_que
         loop.tell(query, run(query))
 
 
-def writer_of(steps: Sequence[GroupStep], session: Session) -> Writer:
-    """What the gradients of these groups go to."""
+def writer_of(steps: Sequence[GroupStep], session: Session, update: Update | None = None) -> Writer:
+    """What the gradients of these groups go to: ``.grad``, or an update."""
     named = {step.group.name: step.group.parameters for step in steps}
     bindings = zip(steps, session.layout.bindings, strict=True)
     spans = {step.group.name: binding.local_span for step, binding in bindings}
-    return Writer(named, spans, session.layout.structure)
+    return Writer(named, spans, session.layout.structure, update)
 
 
 def write_gradients(

@@ -31,6 +31,7 @@ from flops.passes.intercept import Action
 from flops.passes.local_vjp import Gradients, LocalTarget
 from flops.passes.replay import Edit, Passes, Prefix
 from flops.passes.selection import Selection
+from flops.perturb.draws import Draws
 from flops.subspace.config import Shaping
 from flops.subspace.step import Decide, ShapedEstimate
 
@@ -163,6 +164,10 @@ class Sink(Protocol):
         """Add to a parameter's gradient; the tensor now belongs to the sink."""
         ...
 
+    def add_draws(self, draws: Draws) -> None:
+        """The whole gradient of a group, as keys and scalars: nothing more comes for it."""
+        ...
+
     def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
         """Nothing more comes for these parameters; the pass behind them has come to ``after``."""
         ...
@@ -286,6 +291,7 @@ class Estimator(ABC):
         sigma: Noise scale; None without noise.
         shaping: Options of shaped noise; None for isotropic noise.
         shared: Whether all points of the batch see the same draw; counts must then be equal.
+        seeded: Whether its gradients follow from keys and scalars (`Sink.add_draws`).
         whole_model: Whether the estimate contains all uses of a parameter wherever they are.
         reads_clean: Whether it looks at the clean losses. Where nothing does, there is no clean
             pass, and `Estimate.loss` is reported instead.
@@ -301,6 +307,10 @@ class Estimator(ABC):
 
     @property
     def shared(self) -> bool:  # noqa: D102
+        return False
+
+    @property
+    def seeded(self) -> bool:  # noqa: D102
         return False
 
     @property

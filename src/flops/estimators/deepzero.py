@@ -14,7 +14,7 @@ every few steps. A coordinate reuses all features that end before its own module
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -217,9 +217,9 @@ class _CoordinateWise(Estimation):
     def _moved(self, found: Perturbation, gradients: Gradients) -> Perturbation:
         """The same perturbation at parameters moved along the first gradient by sigma."""
 
-        def wrapped(unit: Unit, inner: Action) -> Action:
+        def wrapped(parameters: Sequence[nn.Parameter], inner: Action) -> Action:
             def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                saved = [(p, p.data) for p in unit.parameters.values()]
+                saved = [(p, p.data) for p in parameters]
                 try:
                     for parameter, data in saved:
                         moved = data + self._options.sigma * gradients[parameter]
@@ -231,11 +231,11 @@ class _CoordinateWise(Estimation):
 
             return action
 
-        around = {
-            number: wrapped(unit, found.around[number])
-            for unit in self._binding.units.units
-            for number in unit.calls
-        }
+        units = self._binding.units
+        by_call = {n: tuple(u.parameters.values()) for u in units.units for n in u.calls}
+        if units.root is not None and units.root in found.around:  # all of them for the whole pass
+            by_call = {units.root: units.parameters}
+        around = {n: wrapped(by_call[n], inner) for n, inner in found.around.items()}
         return replace(found, around=around)
 
 

@@ -103,6 +103,11 @@ class ParameterNoise(Estimator):
         return not (self.shared and self.used_baseline == "antithetic")
 
     @property
+    def seeded(self) -> bool:
+        """Shared draws are."""
+        return self.shared
+
+    @property
     def kind(self) -> Kind:
         """Noise of draws that are a point's own."""
         return self._isotropic if self.shaping is not None else "rademacher"

@@ -1,18 +1,20 @@
 """Parameter noise that the whole batch shares: MeZO's seed trick.
 
-No more than one module's noise exists at a time (but for small groups, whose noise is kept for the
-step): it is made anew from its key whenever it is wanted, and a module's parameters point to their
-perturbed copy only while it runs. The parameters themselves are never written to, so they come back
-bit-exact; and no gradient exists before it is written, parameter by parameter.
+Noise is made anew from its key whenever it is wanted, piece by piece, and a module's parameters
+point to their perturbed copy only while it runs. So beside the model there is at most that copy of
+one module; the parameters themselves are never written to and come back bit-exact; and a gradient
+is keys and scalars until somebody wants it as a tensor. Small groups keep their noise for the step,
+and are perturbed as a whole.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flops.estimators.base import (
     BatchPlan,
@@ -26,12 +28,9 @@ from flops.estimators.base import (
 )
 from flops.passes.intercept import Action, Forward
 from flops.passes.replay import nothing
+from flops.perturb.draws import Draws, DrawShape, shifted
 from flops.perturb.parameter_calls import Unit, Units
 from flops.perturb.random import SharedKind, fill
-
-KEEP = 1 << 22  # noise values of a draw, 16 MB: little beside any process
-Kept = dict[tuple[int, int, int], Tensor]
-"""Noise by draw, unit and parameter."""
 
 
 class SharedNoise(Protocol):
@@ -61,8 +60,8 @@ class SharedEstimation(Estimation):
         self._options, self._units, self._queries = options, units, queries
         self.dtype = queries.losses.dtype
         self._draws = int(queries.counts[0]) // options.unit
-        # A draw's noise is made once for both signs, if that is little memory; else made anew.
-        self._kept: Kept | None = {} if units.size <= KEEP else None
+        self._shape = DrawShape(units.parameters, units.padding)
+        self._kept: dict[int, Tensor] = {}  # the latest draw of a small group
         # Without a clean pass there is nothing to replay.
         recorded = units.prefix.needed <= queries.recorded
         self._prefix = units.prefix if recorded else nothing(units.structure)
@@ -80,10 +79,13 @@ class SharedEstimation(Estimation):
     def ask(self, rows: Rows) -> Perturbation:
         """The whole model shifted along one draw."""
         draw, second = divmod(int(rows.draws[0]), self._options.unit)
-        sign = -1.0 if second else 1.0
+        alpha = -self._options.sigma if second else self._options.sigma
         around: dict[int, Action] = {}
-        for number, unit in enumerate(self._units.units):
-            around.update(dict.fromkeys(unit.calls, self._shift(draw, sign, number, unit)))
+        if self._shape.small and self._units.root is not None:
+            around[self._units.root] = self._shift_all(draw, alpha)
+        else:
+            for unit in self._units.units:
+                around.update(dict.fromkeys(unit.calls, self._shift(unit, draw, alpha)))
         return Perturbation(self._prefix, around=around)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
@@ -96,58 +98,62 @@ class SharedEstimation(Estimation):
         self._options.warn(self._queries, self._derivatives, loss)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The sum over the draws of w z, one parameter at a time."""
-        weights = [w * scale / self._draws for w in self._derivatives.tolist()]
-        for number, unit in enumerate(self._units.units):
-            for place, (path, parameter) in enumerate(unit.parameters.items()):
-                wide = torch.promote_types(torch.float32, parameter.dtype)
-                total = torch.zeros_like(parameter, dtype=wide)
-                for draw, weight in enumerate(weights):
-                    total.add_(self._noise(draw, number, unit, place, path), alpha=weight)
-                sink.add(parameter, total)
-                if (number, place) in self._last_places:
-                    sink.complete([parameter])
-
-    @cached_property
-    def _last_places(self) -> set[tuple[int, int]]:
-        """Where each parameter comes last: a tied one has several places."""
-        last = {
-            parameter: (number, place)
-            for number, unit in enumerate(self._units.units)
-            for place, parameter in enumerate(unit.parameters.values())
-        }
-        return set(last.values())
+        """The sum over the draws of w z, as keys and scalars."""
+        weights = tuple(w * scale / self._draws for w in self._derivatives.tolist())
+        key = self._queries.key
+        sink.add_draws(Draws(self._options.noise, key, weights, self._shape, self._kept))
 
     def finish(self) -> Estimate:
         """One derivative per draw, and the mean loss."""
-        return Estimate(self._derivatives, None, float(self._units.size), loss=self._loss)
+        parameters, padding = self._shape.parameters, self._shape.padding
+        size = self._shape.offsets[-1] - sum(parameters[i][0].numel() for i in padding)
+        return Estimate(self._derivatives, None, float(size), loss=self._loss)
 
-    def _noise(self, draw: int, number: int, unit: Unit, place: int, path: str) -> Tensor:
-        z = None if self._kept is None else self._kept.get((draw, number, place))
-        if z is None:
-            parameter = unit.parameters[path]
-            z = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            fill(self._options.noise, (*self._queries.key, draw, number, place), z)
-            if path in unit.padding:
-                z[unit.padding[path]] = 0
-            if self._kept is not None:
-                if self._kept and next(iter(self._kept))[0] != draw:
-                    self._kept.clear()
-                self._kept[draw, number, place] = z
-        return z
+    @cached_property
+    def _starts(self) -> dict[nn.Parameter, int]:
+        """Where each parameter begins in a draw."""
+        return dict(zip(self._shape.parameters, self._shape.offsets, strict=False))
 
-    def _shift(self, draw: int, sign: float, number: int, unit: Unit) -> Action:
+    def _shift(self, unit: Unit, draw: int, alpha: float) -> Action:
+        """Parameters of a unit point to perturbed copies while it runs."""
+        kind, key = self._options.noise, (*self._queries.key, draw)
+
         def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             saved = [(p, p.data) for p in unit.parameters.values()]
             try:
-                with unit.clean_padding():
-                    for place, (path, parameter) in enumerate(unit.parameters.items()):
-                        z = self._noise(draw, number, unit, place, path)
-                        alpha = sign * self._options.sigma
-                        parameter.data = torch.add(parameter.data, z, alpha=alpha)
+                with unit.clean_padding() if unit.lookups else nullcontext():
+                    for path, p in unit.parameters.items():
+                        padding = unit.padding.get(path)
+                        p.data = shifted(p.data, kind, key, alpha, self._starts[p], padding)
                     return forward(*args, **kwargs)
             finally:
                 for parameter, data in saved:
                     parameter.data = data
 
         return action
+
+    def _shift_all(self, draw: int, alpha: float) -> Action:
+        """As above for all parameters at once, around the whole model."""
+        parameters = self._shape.parameters
+
+        def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            clean = [p.data for p in parameters]
+            noisy = torch._foreach_add(clean, self._noise(draw), alpha=alpha)
+            try:
+                for p, data in zip(parameters, noisy, strict=True):
+                    p.data = data.to(p.dtype)
+                return forward(*args, **kwargs)
+            finally:
+                for p, data in zip(parameters, clean, strict=True):
+                    p.data = data
+
+        return action
+
+    def _noise(self, draw: int) -> list[Tensor]:
+        """Of each parameter of a small group."""
+        if draw not in self._kept:
+            self._kept.clear()
+            device, size = self._shape.parameters[0].device, self._shape.offsets[-1]
+            row = torch.empty(size, dtype=torch.float32, device=device)
+            self._kept[draw] = fill(self._options.noise, (*self._queries.key, draw), row)
+        return self._shape.views(self._kept[draw])

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from flops.allocators.base import Traces
 from flops.estimators.base import Estimate, Queries, Runner
+from flops.passes.inner_products import inner
 from flops.passes.local_vjp import Gradients, LocalTarget, add_gradients
 from flops.perturb.activations import Sites
+from flops.perturb.draws import Draws
 from flops.perturb.random import NoiseStream
 
 ENERGY_STEPS = 8
-PIECE = 1 << 20
 CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
@@ -42,6 +43,11 @@ class Collected:
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to a parameter's gradient."""
         add_gradients(self.gradients, {parameter: gradient})
+
+    def add_draws(self, draws: Draws) -> None:
+        """Add a gradient that follows from keys and scalars."""
+        for parameter, gradient, _ in draws.gradients():
+            self.add(parameter, gradient)
 
     def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
         """Nobody waits for them."""
@@ -193,8 +199,4 @@ def variance(estimate: Estimate, size: int) -> float:
 
 def energy(gradients: Gradients) -> float:
     """|g|^2 over all parameters."""
-    return sum(
-        float(part.double().square().sum())
-        for gradient in gradients.values()
-        for part in gradient.flatten().split(PIECE)  # a wide copy of a piece at a time
-    )
+    return sum(inner(g, g) for g in gradients.values())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,11 +53,24 @@ class Unit:
 
 
 class Units(Binding):
-    """The units of a group, and the prefix that ends before the first of them starts."""
+    """The units of a group, and the prefix that ends before the first of them starts.
 
-    def __init__(self, structure: Structure, units: tuple[Unit, ...], prefix: Prefix) -> None:
+    Attributes:
+        structure: Of the forward pass.
+        units: Each with its parameters.
+        prefix: What queries replay.
+        parameters: All parameters of the group, in an order that no forward pass decides.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        units: tuple[Unit, ...],
+        prefix: Prefix,
+        parameters: tuple[nn.Parameter, ...],
+    ) -> None:
         self.structure, self.units, self.prefix = structure, units, prefix
-        self.prefixes = (prefix,)
+        self.parameters, self.prefixes = parameters, (prefix,)
 
     @property
     def size(self) -> int:
@@ -65,11 +79,42 @@ class Units(Binding):
 
     def covers(self, use: Use) -> bool:
         """While a unit of that parameter runs."""
-        return any(
-            use.parameter in {id(p) for p in unit.parameters.values()}
-            and bool(set(unit.calls) & set(use.calls))
-            for unit in self.units
-        )
+        return not self._calls.get(use.parameter, frozenset()).isdisjoint(use.calls)
+
+    @cached_property
+    def _calls(self) -> dict[int, frozenset[int]]:
+        """Calls of the units of each parameter."""
+        found: dict[int, frozenset[int]] = {}
+        for unit in self.units:
+            for p in unit.parameters.values():
+                found[id(p)] = found.get(id(p), frozenset()).union(unit.calls)
+        return found
+
+    @cached_property
+    def root(self) -> int | None:
+        """The call of the whole model, if perturbing the parameters there is the same; else None.
+
+        It is not where a use lies outside of the units, or a lookup reads its padding clean.
+        """
+        uses = [use for use in self.structure.uses if use.parameter in self._calls]
+        clean = any(unit.padding or unit.lookups for unit in self.units)
+        if clean or not all(self.covers(use) for use in uses):
+            return None
+        return self.structure.of("")[0].number
+
+    @cached_property
+    def padding(self) -> dict[int, int]:
+        """Rows that no unit perturbs, by the number of their parameter."""
+        rows: dict[nn.Parameter, set[int | None]] = {}
+        for unit in self.units:
+            for path, parameter in unit.parameters.items():
+                rows.setdefault(parameter, set()).add(unit.padding.get(path))
+        found = {}
+        for number, parameter in enumerate(self.parameters):
+            row = rows[parameter].pop() if len(rows[parameter]) == 1 else None
+            if row is not None:
+                found[number] = row
+        return found
 
 
 @dataclass(frozen=True)
@@ -138,7 +183,7 @@ def find_units(
     units = tuple(_unit(name, found[name], passes, bool(thin)) for name in found)
     start = min(_first_use(unit, structure, bool(thin)) for unit in units)
     prefix = passes.prefix(start) if reuse else nothing(structure)
-    return Units(structure, units, prefix)
+    return Units(structure, units, prefix, group.parameters)
 
 
 def _unit(name: str, parameters: Mapping[str, nn.Parameter], passes: Passes, by_path: bool) -> Unit:

@@ -152,19 +152,6 @@ def fill(kind: SharedKind, key: tuple[int, ...], out: Tensor, offset: int = 0) -
     return out
 
 
-def add_noise(
-    target: Tensor, kind: SharedKind, key: tuple[int, ...], alpha: float, offset: int = 0
-) -> Tensor:
-    """In place target += alpha z for the z of `fill`, of which a piece exists at a time."""
-    if not target.is_contiguous():
-        z = torch.empty_like(target, dtype=torch.float32, memory_format=ROW_MAJOR)
-        return target.add_(fill(kind, key, z, offset), alpha=alpha)
-    flat = target.view(-1)
-    for begin, z in noise_pieces(kind, key, len(flat), target.device, offset):
-        flat[begin : begin + len(z)].add_(z, alpha=alpha)
-    return target
-
-
 def orthogonalise(rows: Tensor) -> Tensor:
     """Turn Gaussian rows, at most d of them, into orthogonal ones of length sqrt(d)."""
     q, r = torch.linalg.qr(rows.double().T)
