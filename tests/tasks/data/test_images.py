@@ -619,7 +619,7 @@ def test_digits_for_another_model():
 
 
 def test_fashion_mnist_from_a_folder(tmp_path):
-    from tests.tasks.test_classification import (
+    from tests.tasks.models.test_bundled_vit import (
         TEST_IMAGES,
         TEST_LABELS,
         TRAIN_IMAGES,

@@ -17,13 +17,13 @@ from flops.cli.main import main
 from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER
 from flops.tasks.data.images import BUNDLED_FORMAT, load
 from flops.tasks.models.vit import image_format, load_model
-from tests.tasks.test_images import SPLITS, raw
+from tests.tasks.data.test_images import SPLITS, raw
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
 def script(name):
-    path = Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    path = Path(__file__).parents[3] / "scripts" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -24,7 +24,7 @@ from flops.tasks.models.clip import ClipError, PromptedClip
 
 transformers = pytest.importorskip("transformers")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_clip.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "pretrain_clip.py"
 ANIMALS = ("cat", "very large black bird", "dog", "catfish")
 
 

@@ -34,7 +34,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
 ASSET = Path(flops.__file__).parent / "tasks" / "assets" / "tiny-vit"
-SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_vit.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "pretrain_vit.py"
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = (f"{name}-ubyte.gz" for name in _IDX_FILES)
 PARTS = ("train", "validation", "test")
 

@@ -15,7 +15,7 @@ from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD
 from flops.tasks.data.fashion import CLASSES, GREY, HAZE, fashion_shots, shifted
 from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_shots.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "make_shots.py"
 ASSET = importlib.resources.files("flops.tasks") / "assets" / "fashion" / "shots.npz"
 
 
