@@ -21,7 +21,7 @@ from schemathesis.checks import (
 
 from flops.serve.codec import BINARY, JSON, encode
 from flops.serve.schema import SCORE
-from tests.faults.test_service_abuse import healthy, json_bodies, send_json
+from tests.support.abusing import healthy, json_bodies, send_json
 from tests.support.serving import Server, pixels, query
 
 REQUESTS = int(os.environ.get("FLOPS_TEST_REQUESTS", "20000"))
