@@ -122,11 +122,12 @@ def test_likelihood_ratio_is_that_of_the_engine_on_an_identity_target() -> None:
         estimator = LikelihoodRatio(0.3, noise=noise)
         group = Group(model.theta, estimator, queries=D)
         engine = ForwardGradient(model, losses, [group], seed=3)
+        tuner = Tuner(
+            START, N, quadratic, estimator=estimator, queries=D, optimizer=Recorded, seed=3
+        )
+        order = tuner.ask().points
         model.zero_grad()
-        engine.estimate(torch.ones(N, 1), torch.arange(N))
-        tuner = Tuner(START, N, quadratic, estimator=estimator, queries=D, optimizer=Recorded)
-        tuner.seed = 3
-        tuner._batch = lambda step: torch.arange(N)  # the engine's order
+        engine.estimate(torch.ones(N, 1), order, index=order)
         tuner.step()
         assert model.theta.weight.grad is not None
         expected = model.theta.weight.grad.flatten()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flops.errors import FlopsError
-from flops.tasks.classification import task as classifying
-from flops.tasks.data import images
 from flops.training import checkpoint as checkpoints
 from flops.training.checkpoint import CheckpointError
 from flops.training.config import ConfigError
 from flops.training.loop import train
 from flops.training.run_directory import RunDirectory, RunDirectoryError
+from tests.support.pictures import make_folder
 from tests.support.resuming import Stop, Stopper, assert_alike, flip, small
 
 
@@ -47,9 +44,7 @@ def test_two_damaged_checkpoints_are_too_many(tmp_path: Path) -> None:
     assert len(checkpoints.steps(tmp_path / "checkpoints")) == 2  # nothing was put aside
 
 
-def test_one_process_at_a_time_and_the_same_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_at_a_time_and_the_same_data(tmp_path: Path) -> None:
     config = small(method="bp", output=str(tmp_path))
     with pytest.raises(Stop):
         train(config, display=Stopper(3))
@@ -59,20 +54,21 @@ def test_one_process_at_a_time_and_the_same_data(
     run.close()
     with pytest.raises(FlopsError, match="restore the data, or start a new run"):
         train(config.replace(limit=35), resume=True)
-    names = ("zero", *map(str, range(1, 10)))
-
-    def renamed(*given: Any, **options: Any) -> images.ImageData:
-        return dataclasses.replace(images.load(*given, **options), classes=names)
-
-    with monkeypatch.context() as changed:
-        changed.setattr(classifying, "load", renamed)
-        with pytest.raises(FlopsError, match="labels or classes"):
-            train(config, resume=True)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RunDirectoryError, match="shorter than at the checkpoint"):
         train(config, resume=True)
     with pytest.raises(ConfigError, match="to resume, set `output`"):
         train(small(), resume=True)
+
+
+def test_a_class_of_another_name_is_other_data(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data", {"cat": 20, "dog": 20})
+    config = small(method="bp", data=str(tmp_path / "data"), output=str(tmp_path / "run"))
+    with pytest.raises(Stop):
+        train(config, display=Stopper(3))
+    (tmp_path / "data" / "cat").rename(tmp_path / "data" / "cow")
+    with pytest.raises(FlopsError, match="labels or classes"):
+        train(config, resume=True)
 
 
 def test_of_two_runs_that_start_in_one_folder_at_once_one_is_refused(tmp_path: Path) -> None:
