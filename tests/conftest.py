@@ -53,11 +53,16 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def handlers_stay() -> Iterator[None]:
-    """The test leaves the handlers of signals as they were, and nothing held."""
+    """The test leaves the handlers of signals as they were, and nothing held.
+
+    Ctrl-C raises, also where the tests run in the background of a script, which ignores it.
+    """
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
     assert Hold._active is None
+    signal.signal(signal.SIGINT, ours)
 
 
 def squared(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,4 +10,5 @@ import torch
 
 
 def global_random_state() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    _, words, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), words.tobytes(), rest

@@ -16,7 +16,7 @@ from flops.training.loop import NullDisplay
 SMALL = FinetuneConfig(
     limit=36,
     batch=16,
-    queries=8,
+    queries=4,
     epochs=4,
     evaluate_every=2,
     checkpoint_steps=2,

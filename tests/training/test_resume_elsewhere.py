@@ -29,7 +29,7 @@ def elsewhere(folder: Path, **environment: str) -> str:
     """Resume a run in a process with another environment; what it says."""
     found = subprocess.run(
         [sys.executable, "-m", "flops", "finetune", "--resume", str(folder)],
-        env={**os.environ, **environment},
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
         capture_output=True,
         text=True,
         timeout=600,
