@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 
 # Set before torch is imported: two test processes on two cores want one thread each.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops.passes.interrupts import SIGNALS, Hold
 from flops.perturb import random
 
 ESTIMATORS = {
@@ -47,6 +49,20 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "device":
         monkeypatch.setattr(random, "native", lambda device: False)
     return request.param
+
+
+@pytest.fixture
+def handlers_stay() -> Iterator[None]:
+    """The test leaves the handlers of signals as they were, and nothing held.
+
+    Ctrl-C raises, also where the tests run in the background of a script, which ignores it.
+    """
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert Hold._active is None
+    signal.signal(signal.SIGINT, ours)
 
 
 def squared(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -42,13 +42,17 @@ def require(module: str, extra: str = "vision") -> Any:
         random.setstate(state)
 
 
-def install_command(extra: str) -> str:
+def install_command(extra: str, checkout: Path = CHECKOUT) -> str:
     """A command that installs an extra from the source of this copy of the package.
 
     The package is not on an index, so its name is not sufficient.
+
+    Args:
+        extra: The extra.
+        checkout: The repository, if this copy is part of one.
     """
-    if (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "src/flops").is_dir():
-        return f'pip install -e "{CHECKOUT}[{extra}]"'
+    if (checkout / "pyproject.toml").is_file() and (checkout / "src/flops").is_dir():
+        return f'pip install -e "{checkout}[{extra}]"'
     source = _source()
     if source is None:  # not installed by pip
         return f'pip install ".[{extra}]" (in a checkout of the repository)'

@@ -19,8 +19,8 @@ from tests.support.contract import (
     data,
     engine,
     gradient,
-    random_states,
 )
+from tests.support.random_state import global_random_state
 
 
 def make_allocator(cls: type, size: int, queries: int = QUERIES) -> Any:
@@ -49,7 +49,7 @@ def signal(size: int, unit: int, mean: int, **options: Any) -> Signal:
 @pytest.mark.parametrize("size", [1, 2, 5, 20])
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_counts_fit_the_budget(name: str, size: int, unit: int, index: Tensor | None) -> None:
-    before = random_states()
+    before = global_random_state()
     for mean in (unit, 6, 12):
         allocator = make_allocator(ALLOCATORS[name], size, mean)
         index = None if index is None else torch.arange(size)
@@ -60,7 +60,7 @@ def test_counts_fit_the_budget(name: str, size: int, unit: int, index: Tensor | 
         assert int(counts.sum()) == given.budget
         assert int(counts.min()) >= given.minimum
         assert not (counts % unit).any()
-    assert random_states() == before
+    assert global_random_state() == before
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)

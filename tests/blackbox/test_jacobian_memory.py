@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from flops import ES, SPSA, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian
 from flops.allocators.base import Allocator, Signal
 from flops.blackbox import Outputs, Tuner
-from flops.blackbox import jacobian_memory as module
 from flops.blackbox.jacobian_factors import Factors, Measured
 from flops.blackbox.jacobian_memory import _gradients
 from flops.errors import FlopsError
@@ -235,17 +235,18 @@ def test_points_without_queries_are_told_by_what_is_remembered() -> None:
     assert errors_of(tuner, 1)[0] < 0.05
 
 
-def test_memory_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(module, "NEWEST", 20)
-    tuner = make()
+def test_memory_is_bounded() -> None:
+    few = replace(OUTPUTS, newest=20)
+    tuner = make(outputs=few)
     for _ in tuner.run(9):
         pass
     assert len(tuner.memory["visits"]) == 3  # 20 derivatives of 8 a step
     assert len(tuner.group.estimator.known._noise) == 3
-    monkeypatch.setattr(module, "ROOM", 2 * N * 8 * D)
-    tuner.step()
-    assert len(tuner.memory["visits"]) == 2
-    many = make(queries=25)
+    small = make(outputs=replace(few, room=2 * N * 8 * D))
+    small.load_state_dict(tuner.state_dict())
+    small.step()
+    assert len(small.memory["visits"]) == 2
+    many = make(queries=25, outputs=few)
     assert errors_of(many, 6)[-1] < 0.05  # more in one step than are remembered
 
 

@@ -6,7 +6,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -21,30 +20,9 @@ from flops.blackbox.evaluator import BudgetError, Evaluator, drive
 from flops.blackbox.journal import Journal, JournalError, Response
 from flops.blackbox.objective import ObjectiveError
 from flops.blackbox.tuning import SplitIndices, Tuning
+from tests.support.asked import Asked, candidates
 
 SETTINGS = {"method": "lr", "seed": 3, "sizes": (4, 5), "budget": None}
-
-
-def candidates(rows: int = 10, value: float = 0.5) -> Candidates:
-    return Candidates(torch.full((rows, 3), value), torch.arange(rows))
-
-
-class Asked:
-    """An objective that remembers what it was asked, and fails where it is told to."""
-
-    def __init__(self, fails: frozenset[int] = frozenset()) -> None:
-        self.keys: list[str] = []
-        self.rows: list[int] = []
-        self.fails, self.lock = fails, threading.Lock()
-
-    def evaluate(self, candidates: Candidates, key: str) -> Response:
-        with self.lock:
-            self.keys.append(key)
-            self.rows += candidates.points.tolist()
-        if set(candidates.points.tolist()) & self.fails:
-            raise ConnectionError(f"no answer to {key}")
-        losses = candidates.parameters.square().sum(1) + candidates.points
-        return Response(torch.stack([losses, losses > 3], 1), {"texts": 2 * len(candidates)})
 
 
 def recorded_in(journal: Journal, number: int) -> dict[int, Response]:
@@ -154,7 +132,7 @@ import os, signal, sys, torch
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal
-from tests.blackbox.test_journal import Asked, candidates
+from tests.support.asked import Asked, candidates
 journal = Journal(sys.argv[1], {{}})
 Evaluator(Asked(), journal, part=4).evaluate(candidates())
 os.kill(os.getpid(), signal.SIGKILL)

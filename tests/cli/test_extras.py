@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -13,17 +11,8 @@ import pytest
 from PIL import Image
 
 from flops import optional
+from tests.support.forking import Forks
 
-BLOCK = """
-import os, sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == os.environ["BLOCKED"]:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocker())
-"""
 CASES = [
     ("transformers", "vision", "finetune"),
     ("PIL", "vision", "finetune --data photos"),
@@ -38,46 +27,38 @@ CASES = [
     ("cma", "cma", "tune --methods cma-es"),
     ("sklearn", "vision", "compare"),
     ("transformers", "vision", "diagnose"),
-    ("sklearn", "vision", "study shaped --parts main --seeds 1"),
+    ("sklearn", "vision", "study shaped --parts main --seeds 1 --workers 0"),
     ("transformers", "vision", "study gradients --quick"),
     ("sklearn", "vision", "study robustness"),
 ]
 
 
-def without(module: str, command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command where a module, here and in its children, does not import."""
-    (folder / "sitecustomize.py").write_text(BLOCK, encoding="utf-8")
-    paths = [str(folder), str(Path(optional.__file__).parents[1])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "BLOCKED": module, "COLUMNS": "500"}
-    return subprocess.run(
-        [sys.executable, "-m", "flops", *command.split()],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(("module", "extra", "command"), CASES)
 def test_a_missing_package_is_one_line(
-    module: str, extra: str, command: str, tmp_path: Path
+    module: str, extra: str, command: str, forks: Forks, tmp_path: Path
 ) -> None:
     (tmp_path / "photos/cat").mkdir(parents=True)
     (tmp_path / "photos/dog").mkdir()
     for name in ("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png"):
         Image.new("L", (8, 8)).save(tmp_path / "photos" / name)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    ran = without(module, command, tmp_path)
+    ran = forks.run(command.split(), tmp_path, without=module)
     (line,) = ran.stderr.splitlines()
     assert ran.returncode == 1
     assert line.startswith("flops: this needs ")
     assert line.endswith(f"install it with: {optional.install_command(extra)}")
 
 
-def test_a_run_without_plots_says_so(tmp_path: Path) -> None:
+def test_a_run_without_plots_says_so(forks: Forks, tmp_path: Path) -> None:
     command = "finetune --limit 32 --batch 16 --queries 2 --epochs 1 --output run"
-    ran = without("matplotlib", command, tmp_path)
+    ran = forks.run(command.split(), tmp_path, without="matplotlib")
     assert ran.returncode == 0, ran.stderr
     said = " ".join((ran.stdout + ran.stderr).split())
     assert "no plots were drawn" in said
@@ -98,9 +79,8 @@ def test_commands_name_what_can_be_installed(
             assert name == "direct_url.json"
             return self.kept
 
-    monkeypatch.setattr(optional, "CHECKOUT", tmp_path)
     monkeypatch.setattr(metadata, "distribution", lambda _: Installed())
-    assert optional.install_command("cma").startswith('pip install ".[cma]" ')
+    assert optional.install_command("cma", tmp_path).startswith('pip install ".[cma]" ')
     for kept, expected in [
         ({"url": "file:///x/flops_torch-0.1.0-py3-none-any.whl", "archive_info": {}}, None),
         (
@@ -110,4 +90,5 @@ def test_commands_name_what_can_be_installed(
     ]:
         Installed.kept = json.dumps(kept)
         shown = expected or kept["url"]
-        assert optional.install_command("cma") == f'pip install "flops-torch[cma] @ {shown}"'
+        found = optional.install_command("cma", tmp_path)
+        assert found == f'pip install "flops-torch[cma] @ {shown}"'

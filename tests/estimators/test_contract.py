@@ -29,8 +29,8 @@ from tests.support.contract import (
     engine,
     every,
     gradient,
-    random_states,
 )
+from tests.support.random_state import global_random_state
 
 noisy = pytest.mark.parametrize("name", NOISY)
 
@@ -156,9 +156,9 @@ def test_the_global_random_state_does_not_matter(name: str, model: Net) -> None:
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
-        before = random_states()
+        before = global_random_state()
         found.append(gradient(engine(model, name, seed=3), x, y))
-        assert random_states() == before
+        assert global_random_state() == before
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -31,10 +31,6 @@ TINY = ["study", "gradients", "--stages", "1", "2", "--budgets", "2", "4", "--re
 TINY += ["--batch", "4", "--warm", "1", "--learn", "1", "--layers", "last", "--workers", "0"]
 
 
-def refuse(folder: Path, settings: Any) -> dict[str, Any]:
-    raise AssertionError("a finished cell was run again")
-
-
 def hand() -> list[tuple[Panel, dict[str, Any]]]:
     """Two panels, two budgets, two repeats, of numbers that are easy to add up."""
     common: dict[str, Any] = {"budgets": (5, 20), "allocators": ("equal", "gaussian")}
@@ -124,12 +120,13 @@ def test_the_command_writes_everything_and_resumes(
     } == wanted
     assert not any(str(tmp_path) in json.dumps(cell) for cell in cells)  # it may be moved
     kept = {p: p.read_bytes() for p in tmp_path.glob("*.*") if p.suffix in (".md", ".csv")}
-    monkeypatch.setattr(gradients, "measure_panel", refuse)
-    monkeypatch.setattr(gradients, "measure_thirds", refuse)
+    written = {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")}
+    assert written
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # tables come without it as well
     main(command)
     assert "no figure was drawn: this needs matplotlib" in capsys.readouterr().out
     assert {p: p.read_bytes() for p in kept} == kept
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")} == written
 
 
 def test_targets_and_a_model_of_ones_own(tmp_path: Path) -> None:
@@ -176,14 +173,9 @@ def test_errors(tmp_path: Path, given: list[str], message: str) -> None:
     assert not (tmp_path / "cells").exists()
 
 
-def test_quick_is_smaller_where_nothing_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[gradients.GradientStudy] = []
-    monkeypatch.setattr(gradients, "main", lambda parts, study: seen.append(study))
-    Gradients(quick=True, output=tmp_path, repeats=7).run()
-    Gradients(output=tmp_path).run()
-    quick, full = seen
+def test_quick_is_smaller_where_nothing_is_given(tmp_path: Path) -> None:
+    quick = Gradients(quick=True, output=tmp_path, repeats=7).study()
+    full = Gradients(output=tmp_path).study()
     assert (quick.panel.repeats, quick.panel.batch, quick.layers) == (7, 8, ("first", "last"))
     assert full.panel == Panel()
     assert full == gradients.GradientStudy(tmp_path, full.console)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from flops.cli.main import main
+from flops.cli.robustness import Robustness
 from flops.experiments import cells, robustness
 from flops.experiments.robustness_runs import open_run, read_run
 from flops.experiments.robustness_training import ModelTraining
@@ -46,6 +47,9 @@ def trials(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+Computed = Callable[[], list[tuple[str, dict[str, Any]]]]
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("robustness")
@@ -59,17 +63,19 @@ def copy(done: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the cells that are run."""
-    names: list[str] = []
-    attempt: Callable[..., Any] = cells._attempt
+def computed(copy: Path) -> Computed:
+    """Part and settings of the cells that were run: each has written a new file."""
 
-    def watched(cell: cells.Cell, folder: Path) -> Exception | None:
-        names.append(f"{cell.part}: {cell.name}")
-        return attempt(cell, folder)  # type: ignore[no-any-return]
+    def files() -> dict[Path, int]:
+        return {p: p.stat().st_mtime_ns for p in (copy / "cells").rglob("*.json")}
 
-    monkeypatch.setattr(cells, "_attempt", watched)
-    return names
+    before = files()
+
+    def found() -> list[tuple[str, dict[str, Any]]]:
+        new = [path for path, time in files().items() if time != before.get(path)]
+        return [(path.parent.name, json.loads(path.read_text())["settings"]) for path in new]
+
+    return found
 
 
 def test_tables_files_and_figure(done: Path) -> None:
@@ -121,33 +127,32 @@ def test_attacks_and_noise_do_what_they_should(done: Path) -> None:
             assert all(t["unmoved"] == (48 if t["kind"] == "clean" else 0) for t in mine)
 
 
-def test_a_finished_study_computes_nothing(copy: Path, computed: list[str]) -> None:
+def test_a_finished_study_computes_nothing(copy: Path, computed: Computed) -> None:
     before = (copy / "tables.md").read_bytes(), (copy / "results.json").read_bytes()
     (copy / "tables.md").unlink()
     study(copy, *TRAINED)
-    assert computed == []
+    assert computed() == []
     assert before == ((copy / "tables.md").read_bytes(), (copy / "results.json").read_bytes())
     study(copy, *TRAINED, "--gaussian", "0.3", "--steps", "2")  # what does not concern it is kept
-    assert len(computed) == 4
-    assert all("kind=gaussian" in name for name in computed)
+    assert [settings["kind"] for _, settings in computed()] == 4 * ["gaussian"]
 
 
-def test_a_removed_model_is_trained_again_and_is_the_same(copy: Path, computed: list[str]) -> None:
+def test_a_removed_model_is_trained_again_and_is_the_same(copy: Path, computed: Computed) -> None:
     gone = Path(runs_of(copy)[0])
     digest = read_run(gone).digest
     shutil.rmtree(gone)
     study(copy, *TRAINED)
-    assert [name.partition(":")[0] for name in computed] == ["training"]
+    assert [part for part, _ in computed()] == ["training"]
     assert read_run(gone).digest == digest
 
 
-def test_a_training_that_was_killed_goes_on(copy: Path, computed: list[str]) -> None:
+def test_a_training_that_was_killed_goes_on(copy: Path, computed: Computed) -> None:
     gone = Path(runs_of(copy)[0])
     run = read_run(gone)
     shutil.rmtree(gone)
     RunDirectory.create(gone, run.config).close()  # it had just begun
     study(copy, *TRAINED)
-    assert [name.partition(":")[0] for name in computed] == ["training"]
+    assert [part for part, _ in computed()] == ["training"]
     assert read_run(gone).digest == run.digest
 
 
@@ -207,16 +212,11 @@ def test_a_trial_changes_neither_the_random_state_nor_the_run(done: Path) -> Non
     assert read_run(run.path) == run
 
 
-def test_what_workers_are_sent_can_be_sent(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[cells.Cell] = []
-
-    def collect(given: list[cells.Cell], *_: object) -> list[dict[str, Any]]:
-        sent.extend(given)
-        return [cell.load(done) or {} for cell in given]
-
-    monkeypatch.setattr(robustness, "run_cells", collect)
-    study(done, "--runs", *runs_of(done))
+def test_what_workers_are_sent_can_be_sent(done: Path) -> None:
+    asked = Robustness(limit=48, steps=2, bounds=(8.0, 16.0), output=done).study()
+    sent = robustness.trial_cells([read_run(Path(path)) for path in runs_of(done)], asked)
     assert len(sent) == 40
+    assert all(cell.load(done) is not None for cell in sent)  # these are the cells of the command
     restored = pickle.loads(pickle.dumps(sent[0]))
     assert restored.settings == sent[0].settings
     assert restored.measure.keywords == sent[0].measure.keywords  # type: ignore[attr-defined]

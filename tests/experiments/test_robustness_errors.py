@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from flops.cli import robustness as command
 from flops.cli.main import main
 from flops.cli.robustness import QUICK, Robustness
 from flops.errors import FlopsError
-from flops.experiments import robustness
 from flops.experiments.robustness_runs import check_alike, open_run, read_run
 from flops.experiments.robustness_tables import (
     Found,
@@ -153,38 +151,25 @@ def test_what_the_options_refuse(made: Path, tmp_path: Path) -> None:
         check_alike([])
 
 
-def test_a_quick_look_leaves_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def keep(trainings: Any, folder: Path, *_: object) -> list[Any]:
-        return list(seen.setdefault("trainings", trainings))
-
-    def study(runs: Any, study: robustness.RobustnessStudy) -> None:
-        seen["study"] = study
-
-    monkeypatch.setattr(command, "train_models", keep)
-    monkeypatch.setattr(robustness, "main", study)
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
-    Robustness(quick=True, epochs=3, sigmas=("ops-lr=5e-4",), methods=("bp", "ops-lr")).run()
-    assert [(t.method, t.seed, t.epochs) for t in seen["trainings"]] == [
-        ("bp", 0, 3),
-        ("ops-lr", 0, 3),
-    ]
-    assert [t.sigma for t in seen["trainings"]] == [None, 5e-4]
-    assert seen["study"].limit == QUICK["limit"]
-    assert seen["study"].strengths.all_bounds == [8, 32]
-    assert seen["study"].folder == QUICK["output"]
-    del seen["trainings"]
-    Robustness().run()
-    chosen = {t.method: (t.learning_rate, t.sigma) for t in seen["trainings"]}
+def test_a_quick_look_leaves_what_was_asked_for() -> None:
+    given = Robustness(quick=True, epochs=3, sigmas=("ops-lr=5e-4",), methods=("bp", "ops-lr"))
+    quick = given.quick_look()
+    trainings, study = quick.trainings(), quick.study()
+    assert [(t.method, t.seed, t.epochs) for t in trainings] == [("bp", 0, 3), ("ops-lr", 0, 3)]
+    assert [t.sigma for t in trainings] == [None, 5e-4]
+    assert study.limit == QUICK["limit"]
+    assert study.strengths.all_bounds == [8, 32]
+    assert study.folder == QUICK["output"]
+    every = Robustness().trainings()
+    chosen = {t.method: (t.learning_rate, t.sigma) for t in every}
     assert chosen == {
         "bp": (1e-3, None),
         "ops-lr": (1e-3, 1e-2),
         "ops-spsa": (3e-3, 1e-3),
         "shaped-lr": (1e-3, 1e-3),
     }
-    assert len(seen["trainings"]) == 20
-    assert {t.epochs for t in seen["trainings"]} == {6}
+    assert len(every) == 20
+    assert {t.epochs for t in every} == {6}
 
 
 def rows(method: str, seed: int, **accuracy: float) -> list[tuple[Trial, dict[str, Any]]]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from flops.cli.main import main
-from flops.experiments import shaped_tables
+from flops.cli.study import Shaped
+from flops.experiments import shaped, shaped_tables
 from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
 from flops.experiments.shaped_training import TrainingRun, mean_cosines, train
-
-
-def refuse(settings: Any) -> dict[str, Any]:
-    raise AssertionError("a finished cell was run again")
 
 
 def test_updates_along_the_exact_gradient_are_those_of_backpropagation() -> None:
@@ -60,14 +57,12 @@ def test_both_arms_of_a_problem(problem: str) -> None:
     assert found["losses"] == compare(Comparison(problem, queries=4, steps=6))["losses"]
 
 
-def test_the_command_writes_tables_and_plots_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_tables_and_plots_are_written_and_finished_runs_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flops.experiments.shaped.MAIN", ((2, 1, 0),))
-    monkeypatch.setattr("flops.experiments.shaped.RATES", (1e-3,))
-    command = ["study", "shaped", "--seeds", "2", "--workers", "0", "--most", "1"]
-    command += ["--output", str(tmp_path), "--parts", "main", "accuracy"]
-    main(command)
+    asked = Shaped(seeds=2, workers=0, most=1, output=tmp_path).study()
+    study = replace(asked, lengths=((2, 1, 0),), rates=(1e-3,))
+    shaped.main(("main", "accuracy"), study)
     assert "middle third" in capsys.readouterr().out
     assert (tmp_path / "main.png").read_bytes().startswith(b"\x89PNG")
     assert "| 2 queries, from step 0 |" in (tmp_path / "main.md").read_text()
@@ -79,8 +74,19 @@ def test_the_command_writes_tables_and_plots_and_resumes(
     for cell in (tmp_path / "cells" / "sweep").iterdir():  # choosing never looks at the test split
         assert json.loads(cell.read_text())["result"]["test"] is None
     before = (tmp_path / "main.md").read_text()
-    monkeypatch.setattr("flops.experiments.shaped.train", refuse)
-    main(command)
+    cells = {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")}
+    assert len(cells) == 2 + 2 + 4
+    shaped.main(("main", "accuracy"), study)
     assert (tmp_path / "main.md").read_text() == before
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")} == cells
+
+
+def test_the_command_asks_for_what_its_options_say(tmp_path: Path) -> None:
+    found = Shaped(seeds=2, grid_seeds=3, workers=0, most=1, output=tmp_path).study()
+    assert (found.folder, found.seeds, found.grid_seeds, found.workers, found.most) == (
+        *(tmp_path, 2, 3, 0, 1),
+    )
+    assert len(found.lengths) == 2
+    assert len(found.rates) == 3
     with pytest.raises(SystemExit, match="at least one seed"):
-        main([*command, "--seeds", "0"])
+        main(["study", "shaped", "--output", str(tmp_path), "--seeds", "0"])

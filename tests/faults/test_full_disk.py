@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,15 +19,20 @@ from flops.experiments.cells import Cell, run_cells
 from flops.storage.disk import DiskError, filling
 from flops.tasks.classification.config import FinetuneConfig
 from flops.training import checkpoint as checkpoints
-from flops.training import loop
 from flops.training.loop import NullDisplay, train
-from tests.training.test_resume import assert_alike
+from tests.support.resuming import assert_alike
 
 pytest.importorskip("resource")  # which limits the size of files
 import resource
 
 SMALL = FinetuneConfig(
-    method="bp", limit=36, batch=16, epochs=4, checkpoint_steps=2, checkpoint_seconds=None
+    method="bp",
+    limit=36,
+    batch=16,
+    epochs=4,
+    checkpoint_steps=2,
+    checkpoint_seconds=None,
+    plots=False,
 )
 SMALLEST = 100_000  # bytes: less than a checkpoint, more than metrics
 Switch = Callable[[bool], None]
@@ -41,12 +47,6 @@ class Between(NullDisplay):
     def step(self, trainer: Any, line: dict[str, Any]) -> None:
         if line["step"] in (self.first, self.last):
             self.full(line["step"] == self.first)
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("plot_curves", "plot_allocation"):
-        monkeypatch.setattr(loop, name, lambda *_: None)
 
 
 @pytest.fixture(params=["limit", "tmpfs"])
@@ -132,24 +132,17 @@ def test_a_disk_that_stays_full_ends_in_a_sentence(
     assert_alike(folder / "run", unbroken)
 
 
-def test_the_command_ends_with_a_sentence_and_an_error(
-    disk: tuple[Path, Switch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_ends_with_a_sentence_and_an_error(disk: tuple[Path, Switch]) -> None:
     """Results that cannot be written: the run is kept, nothing looks like a whole model."""
     folder, full = disk
-    real = loop._write_results
-
-    def fill_first(*given: Any) -> None:
-        full(True)
-        real(*given)
-
-    given = ["--method", "bp", "--limit", "24", "--epochs", "1", "--output", str(folder / "run")]
-    with monkeypatch.context() as patch:
-        patch.setattr("flops.training.loop._write_results", fill_first)
-        with pytest.raises(
-            SystemExit, match=r"flops: cannot write to .*run: .*free some space and res"
-        ):
-            main(["finetune", *given])
+    given = ["--method", "bp", "--limit", "24", "--epochs", "1", "--no-plots"]
+    given += ["--output", str(folder / "run")]
+    main(["finetune", *given])
+    shutil.rmtree(folder / "run" / "model")
+    full(True)
+    said = r"flops: cannot write to .*run: .*free some space and res"
+    with pytest.raises(SystemExit, match=said):
+        main(["finetune", "--resume", str(folder / "run")])  # nothing is left but the results
     full(False)
     assert not (folder / "run" / "model").exists()
     assert not left_overs(folder)

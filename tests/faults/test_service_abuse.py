@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -17,8 +17,9 @@ import pytest
 import uvicorn
 
 from flops.serve import http_limits
-from flops.serve.codec import BINARY, JSON, WireError
+from flops.serve.codec import BINARY, WireError
 from flops.serve.limits import WrongKeyLimit
+from tests.support.abusing import healthy, json_bodies, send_json
 from tests.support.serving import Server, pixels, query, until
 
 IDLE = int(os.environ.get("FLOPS_TEST_IDLE", "2000"))
@@ -56,54 +57,6 @@ def read_all(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return found
-
-
-@contextmanager
-def healthy(server: Server, within: float = 1.0) -> Iterator[None]:
-    """Health is asked all the time, and always answers in time."""
-    times: list[float] = []
-    done = threading.Event()
-
-    def ask() -> None:
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
-            while not times or not done.is_set():
-                started = time.monotonic()
-                assert client.get("/v1/health").status_code == 200
-                times.append(time.monotonic() - started)
-                time.sleep(0.02)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    assert times
-    assert max(times) < within
-
-
-def json_bodies(size: int) -> dict[str, bytes]:
-    """JSON of about this many bytes that is cheap to send and expensive to build."""
-
-    def field(value: bytes) -> bytes:
-        return b'{"points": "' + b"0" * 64 + b'", "rows": [0], "text": [' + value + b"]}"
-
-    return {
-        "lists": field(b",".join([b"[[0]]"] * (size // 6))),
-        "empty": field(b",".join([b"[]"] * (size // 3))),
-        "words": field(b",".join([b'"a"'] * (size // 4))),
-        "names": b"{" + b",".join(b'"%d":0' % i for i in range(size // 10)) + b"}",
-        "deep": b"[" * size,
-        "deep objects": b'{"a":' * (size // 5),
-        "digits": field(b"9" * size),
-    }
-
-
-def send_json(server: Server, body: bytes) -> httpx.Response:
-    headers = {"Content-Type": JSON, "Idempotency-Key": "json"}
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
-        return client.post("/v1/score", content=body, headers=headers)
 
 
 @pytest.mark.parametrize("size", [500_000, 1_000_000, 31_000_000])

@@ -21,7 +21,7 @@ from schemathesis.checks import (
 
 from flops.serve.codec import BINARY, JSON, encode
 from flops.serve.schema import SCORE
-from tests.faults.test_service_abuse import healthy, json_bodies, send_json
+from tests.support.abusing import healthy, json_bodies, send_json
 from tests.support.serving import Server, pixels, query
 
 REQUESTS = int(os.environ.get("FLOPS_TEST_REQUESTS", "20000"))
@@ -168,7 +168,7 @@ def everything(server: Server, count: int) -> None:
     with server.client() as client:
         client.score(**vars(query(client.upload(pixels()), f"warm-{count}")))
     before, sent = server.resident(), 0
-    with healthy(server):
+    with healthy(server, within=5.0):  # the same bodies one by one: `test_service_abuse`
         sent += from_schema(server, max(40, count // 80))
         sent += json_fuzz(server, count // 4)
         for size in (300_000, 1_000_000, 31_000_000):

@@ -145,41 +145,40 @@ def test_only_the_owner_reads_the_ledger(server, tmp_path) -> None:
     assert (tmp_path / "old.sqlite").stat().st_mode & 0o777 == 0o600
 
 
-def flip(path: Path, table: str) -> None:
-    """Another bit in the middle of every body."""
+def flip(path: Path, table: str, name: str) -> None:
+    """Another bit in the middle of a body."""
     with sqlite3.connect(path) as ledger:
         key, *_ = (row[1] for row in ledger.execute(f"pragma table_info({table})"))
-        for name, body in ledger.execute(f"select {key}, body from {table}").fetchall():
-            spoilt = bytearray(body)
-            spoilt[len(spoilt) // 2] ^= 4
-            ledger.execute(f"update {table} set body = ? where {key} = ?", [bytes(spoilt), name])
+        chosen = f"from {table} where {key} = ?"
+        ((body,),) = ledger.execute(f"select body {chosen}", [name]).fetchall()
+        spoilt = bytearray(body)
+        spoilt[len(spoilt) // 2] ^= 4
+        ledger.execute(f"update {table} set body = ? where {key} = ?", [bytes(spoilt), name])
     ledger.close()
 
 
 def test_what_has_changed_on_disk_is_noticed_and_not_paid_for_again(tmp_path) -> None:
     with Server(tmp_path) as server:
         with server.client(attempts=1) as client:
-            name = client.upload(pixels())
+            name, other = client.upload(pixels()), client.upload(pixels(13))
             first = client.score(**vars(query(name, "flipped")))
+            client.score(**vars(query(other, "whole")))
         server.kill(signal.SIGTERM)
-        flip(server.ledger, "answers")
+        flip(server.ledger, "answers", "flipped")
+        flip(server.ledger, "points", other)
         server.start()
         with server.client(attempts=1) as client:
             again = client.score(**vars(query(name, "flipped")))
             assert torch.equal(again.logits, first.logits)
             assert again.replayed  # computed again, and free
-            assert client.usage()["queries"] == 6
+            assert client.usage()["queries"] == 12
             assert client.score(**vars(query(name, "flipped"))).replayed
-        assert server.log().count("the answer flipped in the store is damaged") == 1
-        server.kill(signal.SIGTERM)
-        flip(server.ledger, "points")
-        server.start()
-        with server.client(attempts=1) as client:
-            assert client.score(**vars(query(name, "flipped"))).replayed
+            assert client.score(**vars(query(other, "whole"))).replayed
             with pytest.raises(ServiceError, match=r"404.*upload them"):
-                client.score(**vars(query(name, "new", seed=1)))
-            assert client.upload(pixels()) == name
-            assert client.score(**vars(query(name, "new", seed=1))).queries == 6
+                client.score(**vars(query(other, "new", seed=1)))
+            assert client.upload(pixels(13)) == other
+            assert client.score(**vars(query(other, "new", seed=1))).queries == 6
+        assert server.log().count("the answer flipped in the store is damaged") == 1
     assert "Traceback" not in server.log()
 
 

@@ -10,11 +10,9 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-import random
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,8 +124,3 @@ def gradient(fg: ForwardGradient, x: Any, y: Any, **options: Any) -> Tensor:
     fg.model.zero_grad()
     fg.estimate(x, y, **options)
     return flat(gradients(fg.model))
-
-
-def random_states() -> tuple[Any, ...]:
-    numpy = np.random.get_state(legacy=False)
-    return torch.get_rng_state().tolist(), str(numpy), random.getstate()

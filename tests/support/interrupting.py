@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -29,6 +28,7 @@ from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
 from flops.errors import PrecisionWarning
 from flops.presets import mezo
+from tests.support.random_state import global_random_state
 
 AGAIN = 3  # signals into one step, before it is repeated undisturbed
 STEPS = 3  # of one engine: the first looks at the model, the later ones know it
@@ -126,9 +126,7 @@ def _hook(*_: Any) -> None:
 def _surroundings() -> list[Any]:
     """What belongs to the process and not to the step."""
     return [
-        torch.get_rng_state().tolist(),
-        str(np.random.get_state()),
-        random.getstate(),
+        global_random_state(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.backends.mha.get_fastpath_enabled(),

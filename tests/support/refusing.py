@@ -6,12 +6,10 @@ Every test of a failing step goes through `refused`, which compares parameters, 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from flops import (
     ForwardGradient,
     LikelihoodRatio,
 )
+from tests.support.random_state import global_random_state
 
 SIZE = 5
 
@@ -30,14 +29,6 @@ def mlp() -> nn.Sequential:
 
 def data(size: int = SIZE) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4), torch.randn(size, 2)
-
-
-def random_states() -> tuple[Any, ...]:
-    return (
-        torch.get_rng_state().tolist(),
-        str(np.random.get_state(legacy=False)),
-        random.getstate(),
-    )
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -53,7 +44,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
             (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
             for m in model.modules()
         ],
-        "random": random_states(),
+        "random": global_random_state(),
         "modes": (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),

@@ -19,7 +19,7 @@ from flops.tasks.classification import bundled_vit
 from tests.support.launching import torchrun
 
 SETTINGS = ["finetune", "--limit", "36", "--batch", "12", "--queries", "6", "--method", "ops-lr"]
-SETTINGS += ["--checkpoint-steps", "1", "--timeout", "30"]
+SETTINGS += ["--checkpoint-steps", "1", "--timeout", "30", "--no-plots"]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -34,6 +34,10 @@ class Signal:
     embeddings: Tensor | None = None
     key: tuple[int, ...] = (0,)
 
+    def __repr__(self) -> str:
+        what = f"group={self.group!r}, {len(self.losses)} points, budget={self.budget}"
+        return f"Signal({what}, unit={self.unit}, minimum={self.minimum})"
+
     def at(self, points: Tensor) -> Signal:
         """The signal of some of the points, or of all in another order; the budget stays."""
         return replace(
@@ -58,6 +62,9 @@ class Traces:
     squares: Tensor
     draws: Tensor
     factors: Tensor
+
+    def __repr__(self) -> str:
+        return f"Traces({len(self.squares)} points, {int(self.draws.sum())} draws)"
 
     @property
     def values(self) -> Tensor:

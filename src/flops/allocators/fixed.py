@@ -35,6 +35,12 @@ class Fixed(Allocator):
         if counts.dim() != 1 or counts.dtype not in (torch.int64, torch.int32):
             raise QueryError(f"counts must be one whole number per point, not {self.counts!r}")
 
+    def __repr__(self) -> str:
+        counts = torch.as_tensor(self.counts).tolist()
+        if len(counts) <= 8:
+            return f"Fixed({counts})"
+        return f"Fixed({len(counts)} counts of {min(counts)} to {max(counts)})"
+
     def allocate(self, signal: Signal) -> Tensor:
         """The given counts.
 

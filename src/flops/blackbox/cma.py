@@ -69,6 +69,11 @@ class CMAES(AskTell):
         self.steps, self.loss = 0, float("nan")
         self._told: list[tuple[Tensor, list[float]]] = []
 
+    def __repr__(self) -> str:
+        size, points = len(self.parameters), self._order.points
+        what = f"{size} parameters, {points} points, population={self.population}"
+        return f"CMAES({what}, steps={self.steps})"
+
     @property
     def parameters(self) -> Tensor:
         """Mean of the search distribution, shape (d,)."""

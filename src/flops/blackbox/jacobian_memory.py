@@ -48,10 +48,8 @@ from flops.perturb.random import Kind, NoiseStream
 from flops.subspace.report import ShapingReport
 from flops.subspace.step import ShapedEstimate
 
-NEWEST = 96  # stored derivatives per point, unless one step has more
 MOST = 512  # derivatives per point in a fit, whose cost grows with their cube
 POINTS = 256  # points in a fit, unless a batch has more: this step's and the latest
-ROOM = 1 << 27  # noise values kept, 512 MB
 
 Name = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -120,11 +118,15 @@ class JacobianMemory:
         kind: Distribution of the noise.
         size: Length of the parameter vector.
         unbiased: Fit the prior after the estimate instead of before it.
+        newest: Stored derivatives per point, unless one step has more.
+        room: Noise values kept.
     """
 
     kind: Kind
     size: int
-    unbiased: bool = False
+    unbiased: bool
+    newest: int
+    room: int
     _noise: dict[Name, Tensor] = field(default_factory=dict, compare=False)
 
     def stream(self, key: tuple[int, ...], ids: list[int], draws: list[int]) -> NoiseStream:
@@ -177,7 +179,7 @@ class JacobianMemory:
 
     def _kept(self, batches: Sequence[QueryBatch]) -> list[KeptDraws]:
         """Draws to keep, from the newest batch to the oldest, within the limits."""
-        rows, longest = 0, min(MOST, max(NEWEST, *batches[0].draws))
+        rows, longest = 0, min(MOST, max(self.newest, *batches[0].draws))
         count: dict[int, int] = {}
         kept: list[KeptDraws] = []
         for batch in batches:
@@ -188,7 +190,7 @@ class JacobianMemory:
             number = torch.cat(numbers)
             use = torch.nonzero(number < longest).flatten()
             rows += len(use)
-            if kept and rows * self.size > ROOM:
+            if kept and rows * self.size > self.room:
                 break
             if len(use):
                 kept.append(KeptDraws(batch, use, batch.points()[use], number[use]))
@@ -266,7 +268,13 @@ class RecycledLikelihoodRatio(Estimator):
             raise FlopsError(
                 "with outputs all queries are isotropic: leave explore and decay unset"
             )
-        known = JacobianMemory(self.options.noise, self.size, shaping.unbiased)
+        known = JacobianMemory(
+            self.options.noise,
+            self.size,
+            shaping.unbiased,
+            self.outputs.newest,
+            self.outputs.room,
+        )
         object.__setattr__(self, "known", known)
 
     @property

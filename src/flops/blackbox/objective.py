@@ -53,6 +53,9 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.points)
 
+    def __repr__(self) -> str:
+        return f"Candidates({len(self)} rows of {self.parameters.size(1)} parameters, {self.kind})"
+
     def part(self, begin: int, end: int) -> Candidates:
         """A range of rows."""
         return Candidates(self.parameters[begin:end], self.points[begin:end], self.kind)

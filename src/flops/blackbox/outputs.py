@@ -25,10 +25,14 @@ class Outputs:
             hold nothing that the loss does not depend on: for instance centred logits.
         loss: Losses of outputs: ``losses = loss(outputs, points)``, shapes (Q, K), (Q,) and (Q,),
             differentiable in the outputs.
+        newest: Stored derivatives per point, unless one step has more.
+        room: Noise values kept, 4 bytes each.
     """
 
     of: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
+    newest: int = 96
+    room: int = 1 << 27
 
     def derivative(self, columns: Tensor, points: Tensor) -> Tensor:
         """Derivative of each row's loss with respect to its outputs, shape (Q, K).

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
 from flops.errors import FlopsError
 from flops.experiments import robustness
 from flops.experiments.robustness_runs import FinishedRun, read_runs
-from flops.experiments.robustness_training import DEFAULT_METHODS, plan_trainings, train_models
+from flops.experiments.robustness_training import (
+    DEFAULT_METHODS,
+    ModelTraining,
+    plan_trainings,
+    train_models,
+)
 from flops.experiments.robustness_trials import Strengths
 from flops.tasks.classification.config import FinetuneConfig
 from flops.training.methods import MethodName
@@ -97,13 +102,27 @@ class Robustness:
     def run(self) -> None:
         """Measure, print and write."""
         if self.quick:
-            defaults = {f.name: f.default for f in dataclasses.fields(self)}
-            left = {n: v for n, v in QUICK.items() if getattr(self, n) == defaults[n]}
-            return dataclasses.replace(self, **left, quick=False).run()
+            return self.quick_look().run()
         if min(self.seeds, self.epochs) < 1 or self.workers < 0:
             raise FlopsError("seeds and epochs must be at least 1, workers at least 0")
         if self.limit is not None and self.limit < 1:
             raise FlopsError(f"--limit must be at least 1, or None, not {self.limit}")
+        study = self.study()
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # early, not after hours
+            raise FlopsError(f"cannot write to {self.output}: {error.strerror}") from error
+        robustness.main(self._given() if self.runs else self._trained(study.console), study)
+        return None
+
+    def quick_look(self) -> Self:
+        """These options, with smaller values of those at their defaults."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        left = {n: v for n, v in QUICK.items() if getattr(self, n) == defaults[n]}
+        return dataclasses.replace(self, **left, quick=False)
+
+    def study(self) -> robustness.RobustnessStudy:
+        """Settings of the study."""
         strengths = Strengths(
             self.gaussian,
             self.uniform,
@@ -113,15 +132,9 @@ class Robustness:
             self.steps,
             self.noise_seed,
         )
-        study = robustness.RobustnessStudy(
+        return robustness.RobustnessStudy(
             self.output, strengths, self.limit, self.workers, Console()
         )
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # early, not after hours
-            raise FlopsError(f"cannot write to {self.output}: {error.strerror}") from error
-        robustness.main(self._given() if self.runs else self._trained(study.console), study)
-        return None
 
     def _given(self) -> list[FinishedRun]:
         if self.methods is not None or self.learning_rates or self.sigmas:
@@ -132,7 +145,11 @@ class Robustness:
         return read_runs(self.runs, model=self.model, data=self.data)
 
     def _trained(self, console: Console) -> list[FinishedRun]:
-        trainings = plan_trainings(
+        return train_models(self.trainings(), self.output, self.workers, console)
+
+    def trainings(self) -> list[ModelTraining]:
+        """The trainings, without --runs."""
+        return plan_trainings(
             DEFAULT_METHODS if self.methods is None else self.methods,
             self.seeds,
             learning_rates=self.learning_rates,
@@ -144,4 +161,3 @@ class Robustness:
             batch=self.batch,
             limit=self.limit,
         )
-        return train_models(trainings, self.output, self.workers, console)

@@ -63,10 +63,13 @@ class Shaped:
 
     def run(self) -> None:
         """Measure, print and write."""
-        study = shaped.ShapedStudy(
+        shaped.main(self.parts, self.study())
+
+    def study(self) -> shaped.ShapedStudy:
+        """Settings of the study."""
+        return shaped.ShapedStudy(
             self.output, self.seeds, self.grid_seeds, self.workers, Console(), self.most
         )
-        shaped.main(self.parts, study)
 
 
 @dataclass(frozen=True)
@@ -139,15 +142,18 @@ class Gradients:
 
     def run(self) -> None:
         """Measure, print and write."""
+        gradients.main(self.parts, self.study())
+
+    def study(self) -> gradients.GradientStudy:
+        """Settings of the study."""
         chosen = vars(self) | (self._quick() if self.quick else {})
         given = {f.name: chosen[f.name] for f in fields(Panel) if f.name in chosen}
         given["budgets"] = tuple(sorted(chosen["budgets"]))
         panel = Panel(**given, weights=weights_digest(self.model))
         names = ("stages", "estimators", "matrices", "layers", "learn", "workers")
-        study = gradients.GradientStudy(
+        return gradients.GradientStudy(
             chosen["output"], Console(), panel, **{name: chosen[name] for name in names}
         )
-        gradients.main(self.parts, study)
 
     def _quick(self) -> dict[str, Any]:
         """Smaller values of options at their defaults."""

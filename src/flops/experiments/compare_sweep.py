@@ -7,7 +7,7 @@ the best rate for few steps may not be the best for many.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,31 +57,7 @@ class Chosen:
     finals: tuple[Tried, ...] = ()
 
 
-def sweep(study: MethodComparison, method: MethodName) -> Chosen:
-    """The best of all settings."""
-    sigmas: Sequence[float] = study.sigmas[-1:] if method == "bp" else study.sigmas
-    pairs = list(itertools.product(study.learning_rates, sigmas))
-    if len(pairs) == 1:
-        return Chosen(*pairs[0], *pairs[0])
-    # Proportional to the reported runs: cheap methods take more epochs for a budget.
-    share = (study.budget or 1.0) * study.sweep_epochs / study.epochs
-    short = {
-        pair: study.run(method, *pair, seed=SWEEP_SEED, epochs=study.sweep_epochs, budget=share)
-        for pair in pairs
-    }
-    tried = _tried(study, method, "sweep", short)
-    final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in _best_rates(tried, "cost")}
-    for pair in _best_rates(tried, "epochs"):
-        if pair not in final:  # stops after the epochs
-            final[pair] = study.run(method, *pair, seed=SWEEP_SEED, budget=None)
-    if len(final) == 1:
-        return Chosen(*next(iter(final)), *next(iter(final)), tried)
-    finals = _tried(study, method, "finals", final)
-    cost, epochs = (max(finals, key=lambda t: t.score(by)) for by in ("cost", "epochs"))
-    return Chosen(cost.learning_rate, cost.sigma, epochs.learning_rate, epochs.sigma, tried, finals)
-
-
-def _tried(
+def try_settings(
     study: MethodComparison,
     method: MethodName,
     part: str,
@@ -94,6 +70,40 @@ def _tried(
         [one.get(mark, {}).get("accuracy") for mark in ("at_budget", "at_epochs")] for one in found
     ]
     return tuple(Tried(*pair, *score) for pair, score in zip(runs, scores, strict=True))
+
+
+def sweep(
+    study: MethodComparison,
+    method: MethodName,
+    tries: Callable[..., tuple[Tried, ...]] = try_settings,
+) -> Chosen:
+    """Choose the best setting.
+
+    Args:
+        study: The comparison.
+        method: The method.
+        tries: Evaluates settings.
+    """
+    sigmas: Sequence[float] = study.sigmas[-1:] if method == "bp" else study.sigmas
+    pairs = list(itertools.product(study.learning_rates, sigmas))
+    if len(pairs) == 1:
+        return Chosen(*pairs[0], *pairs[0])
+    # Proportional to the reported runs: cheap methods take more epochs for a budget.
+    share = (study.budget or 1.0) * study.sweep_epochs / study.epochs
+    short = {
+        pair: study.run(method, *pair, seed=SWEEP_SEED, epochs=study.sweep_epochs, budget=share)
+        for pair in pairs
+    }
+    tried = tries(study, method, "sweep", short)
+    final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in _best_rates(tried, "cost")}
+    for pair in _best_rates(tried, "epochs"):
+        if pair not in final:  # stops after the epochs
+            final[pair] = study.run(method, *pair, seed=SWEEP_SEED, budget=None)
+    if len(final) == 1:
+        return Chosen(*next(iter(final)), *next(iter(final)), tried)
+    finals = tries(study, method, "finals", final)
+    cost, epochs = (max(finals, key=lambda t: t.score(by)) for by in ("cost", "epochs"))
+    return Chosen(cost.learning_rate, cost.sigma, epochs.learning_rate, epochs.sigma, tried, finals)
 
 
 def _best_rates(tried: Sequence[Tried], by: Literal["cost", "epochs"]) -> list[tuple[float, float]]:

@@ -60,17 +60,26 @@ def measure_all(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
     Raises:
         FlopsError: If the runs do not fit together, or a trial failed.
     """
+    cells = trial_cells(runs, study)
+    results = run_cells(cells, study.folder, study.workers, study.console, "noise and attacks")
+    rows = [(cell.settings, result) for cell, result in zip(cells, results, strict=True)]
+    return Found(Path(runs[0].config.data).name, rows)
+
+
+def trial_cells(runs: Sequence[FinishedRun], study: RobustnessStudy) -> list[Cell]:
+    """Every trial of every run: methods as they were given, their seeds in order.
+
+    Raises:
+        FlopsError: If the runs do not fit together.
+    """
     check_alike(runs)
-    order = list(dict.fromkeys(run.method for run in runs))  # in the given order
+    order = list(dict.fromkeys(run.method for run in runs))
     ordered = sorted(runs, key=lambda run: (order.index(run.method), run.seed))
-    cells = [
+    return [
         Cell("trials", partial(measure, run=run), trial)
         for run in ordered
         for trial in study.strengths.trials(run, study.limit)
     ]
-    results = run_cells(cells, study.folder, study.workers, study.console, "noise and attacks")
-    rows = [(cell.settings, result) for cell, result in zip(cells, results, strict=True)]
-    return Found(Path(runs[0].config.data).name, rows)
 
 
 def caption(found: Found, runs: Sequence[FinishedRun], strengths: Strengths) -> str:

@@ -32,6 +32,7 @@ APART: tuple[str, ...] = (
     "marks",
     "chunk",
     "device",
+    "plots",
     "timeout",
 )
 APART += ("checkpoint_steps", "checkpoint_seconds")

@@ -43,7 +43,7 @@ Key = TypeVar("Key")
 
 RATES = (3e-4, 1e-3, 3e-3)
 SWEEP_SEED = 100  # never among the reported seeds
-MAIN = ((20, 5, 50), (8, 8, 100))  # queries, epochs, first step of the mean
+MAIN = ((20, 5, 50), (8, 8, 100))
 QUERIES = (4, 8, 20, 60)
 GRID_STEPS = 57  # three epochs of batches of 64
 INGREDIENTS: dict[str, dict[str, Any]] = {
@@ -72,6 +72,8 @@ class ShapedStudy:
         workers: Processes.
         console: Shows progress bars and tables.
         most: Largest number of training steps per run, for quick runs; None for all.
+        lengths: Queries, epochs and first step of the mean, for each row of `main`.
+        rates: Learning rates of the sweep of `accuracy`.
     """
 
     folder: Path
@@ -80,6 +82,8 @@ class ShapedStudy:
     workers: int
     console: Console
     most: int | None = None
+    lengths: tuple[tuple[int, int, int], ...] = MAIN
+    rates: tuple[float, ...] = RATES
 
     def run(
         self, part: str, measure: Callable[[Any], Result], rows: Mapping[Key, Any]
@@ -97,7 +101,7 @@ def _main(study: ShapedStudy) -> list[Sheet]:
             TrainingRun(queries=queries, epochs=epochs, most=study.most, seed=seed)
             for seed in range(study.seeds)
         ]
-        for queries, epochs, start in MAIN
+        for queries, epochs, start in study.lengths
     }
     found = study.run("main", train, settings)
     lines = {
@@ -137,7 +141,7 @@ def _accuracy(study: ShapedStudy) -> list[Sheet]:
     tried = {
         (method, rate): [TrainingRun(method, learning_rate=rate, seed=SWEEP_SEED, **common)]
         for method in ("shaped", "backpropagation")
-        for rate in RATES
+        for rate in study.rates
     }
     sweep = study.run("sweep", train, tried)
     rates = best_rates(sweep)

@@ -82,6 +82,8 @@ class RunConfig(BaseModel):
     """Steps between two checkpoints; None for none by steps."""
     checkpoint_seconds: Annotated[float, Field(ge=0)] | None = 60.0
     """Seconds between two checkpoints; None for none by time."""
+    plots: bool = True
+    """Draw the curves and the allocation when training ends."""
     timeout: PositiveFloat = 600.0
     """Timeout for collectives under torchrun, in seconds."""
     output: str | None = None

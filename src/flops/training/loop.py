@@ -170,6 +170,8 @@ def _write_results(trainer: Trainer, folder: Path) -> None:
     task, data, counts = trainer.task, trainer.data, folder / "counts.safetensors"
     task.save(folder, trainer.progress.evaluations)
     write_counts(counts, trainer.latest, data.train.labels, data.classes, task.pixels)
+    if not trainer.config.plots:
+        return
     try:
         plot_curves(folder / "metrics.jsonl", folder / "curves.png")
         if trainer.progress.queries:  # none with backpropagation

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from flops.tasks.data.images import BUNDLED_FORMAT, ImageFormat
 from flops.tasks.models import vit
 from flops.tasks.models.vit import image_format, load_model, parts, random_vit
 from flops.tasks.models.weights import warn_of_other_classes, weights_digest
+from tests.support.random_state import global_random_state
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,10 +35,6 @@ def saved(tmp_path):
     model = transformers.ViTForImageClassification(config).eval()
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model", model
-
-
-def global_random_state():
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
 def test_the_bundled_model_is_that_of_the_vision_task():

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,56 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flops.cli.main import main
 from flops.errors import FlopsError
-from flops.tasks.data.digits import IMAGE_MEAN, IMAGE_STD
 from flops.tasks.data.fashion import CLASSES, fashion_shots
-from flops.tasks.data.fashion_mnist import FASHION_MNIST_FOLDER, fashion_mnist
 from flops.tasks.models.clip import ClipError, PromptedClip
+from tests.support.clips import ANIMALS
 
 transformers = pytest.importorskip("transformers")
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_clip.py"
-ANIMALS = ("cat", "very large black bird", "dog", "catfish")
-
-
-@pytest.fixture(scope="module")
-def bundled() -> PromptedClip:
-    return PromptedClip.load()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random CLIP of other sizes: RGB, two different widths, one token a letter.
-
-    As in OpenAI's files, its configuration says eos_token_id=2, which is not the tokenizer's: plain
-    CLIP then takes the highest id of a text for its end.
-    """
-    import tokenizers
-
-    path = tmp_path_factory.mktemp("clip")
-    letters = [chr(code) for code in range(32, 127)]
-    vocabulary = {mark: i for i, mark in enumerate([*letters, "<unk>", "<s>", "</s>"])}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    shared = {"intermediate_size": 40, "num_hidden_layers": 2, "hidden_act": "gelu"}
-    text = {"hidden_size": 24, "num_attention_heads": 3, "max_position_embeddings": 64}
-    ids = {"vocab_size": len(vocabulary), "bos_token_id": 0, "eos_token_id": 2}
-    image = {"hidden_size": 32, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
-    config = transformers.CLIPConfig(
-        text_config={**shared, **text, **ids},
-        vision_config={**shared, **image, "num_channels": 3},
-        projection_dim=20,
-        initializer_factor=3.0,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        transformers.CLIPModel(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module", params=["bundled", "random"])
@@ -254,114 +205,6 @@ def test_prompts_undo_the_haze_by_backpropagation(bundled: PromptedClip) -> None
     assert all(parameter.grad is None for parameter in bundled.model.parameters())
 
 
-def test_loading_leaves_the_random_state_alone_and_the_digest_tells_models_apart(
-    bundled: PromptedClip, folder: Path
-) -> None:
-    state = torch.get_rng_state()
-    again = PromptedClip.load("tiny-clip")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert again.digest() == bundled.digest()
-    renamed = PromptedClip.load("tiny-clip", ["tee", "pants"])
-    others = [renamed.digest(), PromptedClip.load(folder, ANIMALS).digest()]
-    assert len({bundled.digest(), *others}) == 3
-    bare = PromptedClip.load("tiny-clip", template="{}")
-    assert bare.text_limit > bundled.text_limit
-
-
-def test_what_is_no_clip_is_refused(tmp_path: Path, folder: Path) -> None:
-    import flops.tasks
-
-    vit = Path(flops.tasks.__file__).parent / "assets" / "tiny-vit"
-    with pytest.raises(
-        ClipError, match=r"holds a vit model, not a CLIP: give 'tiny-clip', the path"
-    ):
-        PromptedClip.load(vit, ANIMALS)
-    with pytest.raises(FileNotFoundError, match=r"no model in .*give 'tiny-clip'"):
-        PromptedClip.load(tmp_path, ANIMALS)
-    with pytest.raises(FileNotFoundError, match="no model in 'huge-clip'"):
-        PromptedClip.load("huge-clip", ANIMALS)
-    shutil.copytree(folder, tmp_path / "pickled")
-    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
-    with pytest.raises(OSError, match=r"no CLIP in .*safetensors"):
-        PromptedClip.load(tmp_path / "pickled", ANIMALS)
-    shutil.copytree(folder, tmp_path / "mute")
-    for file in (tmp_path / "mute").glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(ClipError, match=r"does not know all words of 'a photo of a cat\.'"):
-        PromptedClip.load(tmp_path / "mute", ANIMALS)
-    with pytest.raises(ClipError, match="must be named"):
-        PromptedClip.load(folder)
-
-
-def spoil(folder: Path, name: str, content: bytes | None) -> None:
-    """Other content, or none of the end."""
-    file = folder / name
-    file.write_bytes(file.read_bytes()[:-1000] if content is None else content)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors", None),
-        ("model.safetensors", b"\xff" * 100),
-        ("model.safetensors", b""),
-        ("config.json", b"{"),
-        ("config.json", b"[]"),
-        ("config.json", b'{"model_type": "clip", "text_config": 3}'),
-        ("config.json", b"\xff\xfe"),
-        ("config.json", b"[" * 100_000),
-        ("tokenizer.json", b"{"),
-        ("tokenizer.json", b"{}"),
-        ("tokenizer.json", b"\xff"),
-        ("tokenizer_config.json", b"null"),
-        ("preprocessor_config.json", b"{"),
-        ("preprocessor_config.json", b"[1]"),
-        ("preprocessor_config.json", b'{"image_mean": "red"}'),
-        ("preprocessor_config.json", b'{"image_std": [0.5, [1]]}'),
-    ],
-)
-def test_damaged_files_are_said_in_one_sentence(name, content, tmp_path, folder) -> None:
-    shutil.copytree(folder, tmp_path / "clip")
-    spoil(tmp_path / "clip", name, content)
-    with pytest.raises((ClipError, OSError)) as caught:
-        PromptedClip.load(tmp_path / "clip", ANIMALS)
-    assert "\n" not in str(caught.value)
-    options = ["serve", "--model", str(tmp_path / "clip"), "--classes", ",".join(ANIMALS)]
-    with pytest.raises(SystemExit) as stopped:
-        main([*options, "--ledger", str(tmp_path / "ledger.sqlite")])
-    assert "\n" not in str(stopped.value)
-    assert str(tmp_path) in str(stopped.value)
-
-
-def test_python_of_a_folder_is_never_run(tmp_path, folder) -> None:
-    shutil.copytree(folder, tmp_path / "clip")
-    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
-    (tmp_path / "clip" / "evil.py").write_text(code, "utf-8")
-    names = {"AutoConfig": "evil.C", "AutoModel": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
-    for file in ("config.json", "tokenizer_config.json"):
-        path = tmp_path / "clip" / file
-        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"auto_map": names}))
-    assert PromptedClip.load(tmp_path / "clip", ANIMALS).classes == ANIMALS
-    path = tmp_path / "clip" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"model_type": "evil"}))
-    with pytest.raises(ClipError):
-        PromptedClip.load(tmp_path / "clip", ANIMALS)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_class_texts_that_do_not_fit_are_refused(folder: Path) -> None:
-    with pytest.raises(ClipError, match=r"needs \{\} where"):
-        PromptedClip.load(template="a photo")
-    with pytest.raises(ClipError, match="at least 2 classes"):
-        PromptedClip.load(classes=["bag"])
-    with pytest.raises(ClipError, match="cannot be told apart: Bag, bag"):
-        PromptedClip.load(classes=["Bag", "coat", "bag"])
-    with pytest.raises(ClipError, match="does not know all words of 'a photo of a f\u00eate"):
-        PromptedClip.load(folder, ["cat", "f\u00eate"])
-    with pytest.raises(ClipError, match="reads at most 64: shorten"):
-        PromptedClip.load(folder, ["cat", "d" * 60])
-
-
 def test_prompts_and_images_that_do_not_fit_are_refused(bundled: PromptedClip) -> None:
     assert issubclass(ClipError, FlopsError)
     limit = bundled.text_limit
@@ -378,29 +221,3 @@ def test_prompts_and_images_that_do_not_fit_are_refused(bundled: PromptedClip) -
         bundled.prepare(torch.zeros(1, 28, 28))
     with pytest.raises(ClipError, match="images of 1 channels, got 3"):
         bundled.prepare(torch.zeros(1, 28, 28, 3, dtype=torch.uint8))
-
-
-@pytest.mark.slow
-def test_the_script_makes_a_clip_from_images_that_are_no_shots(tmp_path: Path) -> None:
-    if not FASHION_MNIST_FOLDER.is_dir():
-        pytest.skip("Fashion-MNIST is not installed")
-    options = ["--epochs", "1", "--limit", "300", "--skip-test", "--out", str(tmp_path)]
-    subprocess.run([sys.executable, str(SCRIPT), *options], check=True, capture_output=True)
-    made = PromptedClip.load(tmp_path, CLASSES)
-    assert made.text_features(torch.zeros(1, 4, 64)).isfinite().all()
-    assert "--limit 300 --skip-test" in (tmp_path / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_the_script_leaves_the_shots_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not FASHION_MNIST_FOLDER.is_dir():
-        pytest.skip("Fashion-MNIST is not installed")
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    script = importlib.import_module("pretrain_clip")
-    data, shots = fashion_mnist(), fashion_shots(shift=False)
-    for split, taken in ((data.train, shots.train), (data.validation, shots.validation)):
-        kept = script.without_shots(split, None)
-        pixels = (script.crop(kept.images)[:, 0] * IMAGE_STD + IMAGE_MEAN) * 255
-        seen = {image.tobytes() for image in pixels.round().to(torch.uint8).numpy()}
-        assert len(kept) == len(split) - 160
-        assert not any(image.tobytes() in seen for image in taken.pixels.numpy())

