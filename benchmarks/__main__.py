@@ -40,6 +40,7 @@ PARTS = {
     "align_gradient": "cosine of the adapter's gradient with independent and orthogonal noise",
     "align_cost": "time and memory of a step of alignment, with and without allocator",
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
+    "half": "cosine in half precision by noise scale, over that of single precision",
     "real": "time, first step and memory on SmolLM2-135M and ViT-base beside backpropagation",
     "align_cost_smollm2": "the same with SmolLM2-135M, batch 8; needs `make real-models`",
 }
