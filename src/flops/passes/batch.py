@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import BatchError
+from flops.losses import TokenLoss, keeps_logits
 
 LossFunction = Callable[[Any, Any], Tensor]
 _NARROW = (torch.float16, torch.bfloat16)
@@ -54,6 +55,10 @@ class Batch:
             # A BatchEncoding, which the tree does not open.
             self._targets, self._target_spec = _flatten(dict(self._targets[0]))
         self.size = self._batch_size()
+        # Of the whole batch, so that all rows of a pass have as many.
+        self._positions: Tensor | None = None
+        if isinstance(loss_fn, TokenLoss):
+            self._positions = loss_fn.positions(targets)
 
     def _batch_size(self) -> int:
         tensors_first = sorted(self._leaves, key=lambda leaf: isinstance(leaf, list))
@@ -96,7 +101,8 @@ class Batch:
             else:
                 shapes.append((type(leaf), cut, None if cut else repr(value)))
                 kinds.append(shapes[-1])
-        return (str(self._spec), tuple(shapes)), (str(self._spec), tuple(kinds))
+        kept = None if self._positions is None else len(self._positions)
+        return (str(self._spec), tuple(shapes), kept), (str(self._spec), tuple(kinds))
 
     def _is_cut(self, leaf: Any) -> bool:
         return _length(leaf) == self.size
@@ -119,11 +125,17 @@ class Batch:
             BatchError: If the loss function returns anything but one loss per row.
         """
         args, kwargs = self.arguments(rows)
+        positions = self._positions if self._keeps(model, kwargs) else None
+        if positions is not None:
+            kwargs = {**kwargs, "logits_to_keep": positions}
         outputs = model(*args, **kwargs)
         targets = tree_unflatten(
             [self._rows(leaf, rows) for leaf in self._targets], self._target_spec
         )
-        losses = self._loss_fn(_wide(outputs), targets)
+        if positions is not None and isinstance(self._loss_fn, TokenLoss):
+            losses = self._loss_fn(_wide(outputs), targets, positions)
+        else:
+            losses = self._loss_fn(_wide(outputs), targets)
         count = self.size if rows is None else len(rows)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (count,):
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -135,6 +147,12 @@ class Batch:
         if not losses.is_floating_point():
             losses = losses.double()
         return losses if losses.dtype == torch.float64 else losses.float()
+
+    def _keeps(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+        """Whether logits that the loss does not read can be left out."""
+        return (
+            self._positions is not None and "logits_to_keep" not in kwargs and keeps_logits(model)
+        )
 
     def named(self, name: str) -> Tensor | None:
         """A tensor among the keyword arguments, cut into points; None if there is none."""
