@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import signal
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -97,17 +96,6 @@ def test_a_step_is_that_of_sgd_on_the_same_estimate(name: str, dtype: torch.dtyp
     assert torch.equal(model.embed.weight[0], start.embed.weight[0])
     assert not torch.equal(model.first.weight, start.first.weight)
     assert model.second.weight is model.first.weight
-
-
-def collected(model: nn.Module, groups: Sequence[Group], data: Any, steps: int) -> list[Any]:
-    """Gradients at the parameters as they are, for each of the next steps' noise."""
-    fg = ForwardGradient(model, squared, groups)
-    found = []
-    for _ in range(steps):
-        model.zero_grad()
-        fg.estimate(*data)
-        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-    return found
 
 
 @pytest.mark.usefixtures("_size")
@@ -207,6 +195,75 @@ def test_schedules_and_groups_have_learning_rates_of_their_own() -> None:
     assert torch.equal(model.head.weight, start.head.weight)
     assert not torch.equal(model.embed.weight, start.embed.weight)
     assert not torch.equal(model.first.weight, start.first.weight)
+
+
+def test_momentum_follows_its_schedule() -> None:
+    """Steps are remembered while any group has momentum, and weighted by that of the moment."""
+    model, ids, y = problem()
+    twin = copy.deepcopy(model)
+    optimizer = ZerothOrderSGD(ForwardGradient(model, squared, two_groups(model)), 0.01)
+    fg = ForwardGradient(twin, squared, two_groups(twin))
+    learning = [p for p in twin.parameters() if p.requires_grad]
+    kept: dict[str, list[list[Tensor]]] = {"body": [], "head": []}
+    for momenta in [(0.9, 0.5), (0.0, 0.5), (0.9, 0.5), (0.3, 0.0)]:
+        for group, momentum in zip(optimizer.param_groups, momenta, strict=True):
+            group["momentum"] = momentum
+        optimizer.step(ids, y)
+        parts = collected_by_group(fg, (ids, y))
+        for name, momentum in zip(kept, momenta, strict=True):
+            kept[name].insert(0, parts[name])
+            with torch.no_grad():
+                for number, p in enumerate(learning):
+                    past = [g[number] for g in kept[name]]
+                    p.sub_(0.01 * sum(momentum**k * g for k, g in enumerate(past)))
+        same(model, twin, rtol=1e-6, atol=1e-9)
+
+
+def collected_by_group(fg: ForwardGradient, data: Any) -> dict[str, list[Tensor]]:
+    """The gradient of each group by itself, for all parameters that learn."""
+    learning = [p for p in fg.model.parameters() if p.requires_grad]
+    found: dict[str, list[Tensor]] = {}
+
+    def take(name: str, gradient: draws.Draws) -> float:
+        parts = {p: g for p, g, _ in gradient.gradients()}
+        found[name] = [parts.get(p, torch.zeros_like(p)) for p in learning]
+        return 0.0
+
+    fg.estimate(*data, update=take)
+    return found
+
+
+def test_a_group_may_own_nothing_but_what_it_shares() -> None:
+    """Its part of the gradient counts, and decay is of the group that owns the parameter."""
+    model, ids, y = problem()
+    model.second.bias.requires_grad_(False)
+    spsa = SPSA(shared=True)
+    groups = [
+        Group([model.embed, model.first, model.head], spsa, 2, name="most"),
+        Group(model.second, spsa, 2, name="second"),
+    ]
+    optimizer = ZerothOrderSGD(ForwardGradient(model, squared, groups), 0.01, weight_decay=0.1)
+    assert optimizer.param_groups[1]["params"] == []
+    before = model.first.weight.detach().clone()
+    parts = collected_by_group(ForwardGradient(model, squared, groups), (ids, y))
+    learning = [p for p in model.parameters() if p.requires_grad]
+    number = next(i for i, p in enumerate(learning) if p is model.first.weight)
+    optimizer.step(ids, y)
+    moved = 0.01 * (parts["most"][number] + parts["second"][number])
+    torch.testing.assert_close(model.first.weight.detach(), before * 0.999 - moved)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    model, ids, y = problem()
+    optimizer = ZerothOrderSGD(ForwardGradient(model, squared, mezo(model)), 0.01, momentum=0.9)
+    optimizer.step(ids, y)
+    twin = copy.deepcopy(optimizer)
+    start = copy.deepcopy(model)
+    twin.step(ids, y)
+    same(model, start)
+    optimizer.step(ids, y)
+    same(model, twin.engine.model)
+    assert twin.engine.model is not model
 
 
 class Failed(Exception):

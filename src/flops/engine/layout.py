@@ -98,7 +98,8 @@ class Layouts:
 
     def find(self, batch: Batch, state: RandomState) -> tuple[Layout, float]:
         """The layout for this kind of input, and how many passes of a row it took to find out."""
-        trainable = {id(p): n for n, p in self._model.named_parameters() if p.requires_grad}
+        named = list(self._model.named_parameters())
+        trainable = {id(p): n for n, p in named if p.requires_grad}
         before = {n: id(p) for n, p in self._trainable.items()}
         changed = {n for n, _ in before.items() ^ {n: i for i, n in trainable.items()}.items()}
         if changed:
@@ -107,7 +108,7 @@ class Layouts:
                 f"made: {sorted(changed)[:5]}. Make a new one, and load the state_dict of this one."
             )
         modes = tuple(module.training for module in self._modules.values())
-        types = tuple((p.dtype, p.device) for p in self._model.parameters())
+        types = tuple((p.dtype, p.device) for _, p in named)
         sizes, kind = ((signature, modes, types) for signature in batch.signatures())
         known = self._known.get(sizes)
         if known and not (known.alone and batch.size > 1):

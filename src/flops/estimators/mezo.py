@@ -4,8 +4,9 @@ Malladi et al., "Fine-tuning language models with just forward passes", 2023. On
 all parameters, shared by the batch; two queries; noise from a seed, made anew where it is needed.
 
 What differs from the authors' loop: parameters are not restored by subtracting the noise again
-(which drifts), but never written to; and the estimate is left in ``.grad``, so that any optimizer
-can use it. Beyond that gradient, memory is that of inference plus the noise of one module.
+(which drifts), but never written to; and any optimizer can use the estimate in ``.grad``. Beyond
+that gradient, memory is that of inference and a perturbed copy of one module. The authors' own
+update, in place and without a gradient, is `flops.optim.ZerothOrderSGD`.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class SharedEstimation(Estimation):
             noisy = torch._foreach_add(clean, self._noise(draw), alpha=alpha)
             try:
                 for p, data in zip(parameters, noisy, strict=True):
-                    p.data = data.to(p.dtype)
+                    p.data = data if data.dtype == p.dtype else data.to(p.dtype)
                 return forward(*args, **kwargs)
             finally:
                 for p, data in zip(parameters, clean, strict=True):
@@ -149,11 +149,17 @@ class SharedEstimation(Estimation):
 
         return action
 
-    def _noise(self, draw: int) -> list[Tensor]:
+    def _noise(self, draw: int) -> tuple[Tensor, ...]:
         """Of each parameter of a small group."""
         if draw not in self._kept:
             self._kept.clear()
-            device, size = self._shape.parameters[0].device, self._shape.offsets[-1]
-            row = torch.empty(size, dtype=torch.float32, device=device)
-            self._kept[draw] = fill(self._options.noise, (*self._queries.key, draw), row)
-        return self._shape.views(self._kept[draw])
+            key = (*self._queries.key, draw)
+            self._kept[draw] = fill(self._options.noise, key, self._row[0])
+        return self._row[1]
+
+    @cached_property
+    def _row(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Room for a draw of a small group, and the part of each parameter in it."""
+        device, size = self._shape.parameters[0].device, self._shape.offsets[-1]
+        row = torch.empty(size, dtype=torch.float32, device=device)
+        return row, self._shape.views(row)

@@ -102,23 +102,31 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         groups = {group["name"]: group for group in self.param_groups}
         moves: Moves = {}
 
+        @torch.no_grad()
         def update(name: str, draws: Draws) -> float:
-            group, earlier = groups[name], list[tuple[float, Draws]]()
-            rate, momentum = group["lr"], group["momentum"]
-            if momentum:
-                past = [step[name] for step in self._history[: group["window"] - 1] if name in step]
-                earlier = [(momentum**k, found) for k, found in enumerate(past, start=1)]
-                moves[name] = replace(draws, kept={})
-            with torch.no_grad():
-                if group["weight_decay"]:
-                    torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
-                return draws.move(-rate, earlier)
+            if not moves:
+                self._decay()
+            moves[name] = replace(draws, kept={})
+            group = groups[name]
+            past = enumerate(self._history[: group["window"] - 1], start=1)
+            earlier = [(group["momentum"] ** k, step[name]) for k, step in past if name in step]
+            return draws.move(-group["lr"], earlier if group["momentum"] else ())
 
         with Hold():  # a signal waits until the step is remembered, too
             report = self.engine.estimate(inputs, targets, index=index, update=update)
             windows = [group["window"] for group in self.param_groups if group["momentum"]]
             self._history = [moves, *self._history][: max(windows, default=1) - 1]
         return report
+
+    def _decay(self) -> None:
+        """Shrink the parameters, before any of them moves."""
+        for group in self.param_groups:
+            if group["weight_decay"] and group["params"]:
+                torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own leaves out what it does not know, and a copy would have no engine.
+        return {**super().__getstate__(), "engine": self.engine, "_history": self._history}
 
     def state_dict(self) -> dict[str, Any]:
         """Options, and keys and scalars of the steps that momentum remembers."""

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from flops.passes.inner_products import squared_norm
 from flops.perturb.random import SharedKind, fill, noise_pieces
@@ -49,10 +50,10 @@ class DrawShape:
         kinds = {(p.device, p.dtype, p.is_contiguous()) for p in self.parameters}
         return self.offsets[-1] <= KEEP and len(kinds) == 1 and not self.padding
 
-    def views(self, row: Tensor) -> list[Tensor]:
+    def views(self, row: Tensor) -> tuple[Tensor, ...]:
         """The part of a row for each parameter, in its shape."""
-        parts = zip(row.split(self.sizes), self.parameters, strict=True)
-        return [part.view(p.shape) for part, p in parts]
+        parts: tuple[Tensor, ...] = _unflatten_dense_tensors(row, self.parameters)
+        return parts
 
 
 def shifted(
