@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator, Learner
-from flops.allocators.objective import integer_optimum, objective
+from flops.allocators.counts import integer_optimum, objective
 from flops.diagnostics.sigma import SigmaRow, sweep
 from flops.diagnostics.traces import spend_counts
 from flops.engine.forward_gradient import ForwardGradient

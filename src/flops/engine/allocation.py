@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,16 +9,15 @@ import torch
 from torch import Tensor
 
 from flops.allocators.base import Allocator, Learner, Signal
+from flops.allocators.budgets import shared_budgets
 from flops.allocators.equal import Equal
 from flops.allocators.fixed import Fixed
-from flops.allocators.neyman import split_budgets
 from flops.engine.groups import ResolvedGroup
 from flops.errors import QueryError
 from flops.estimators.base import Estimate
 from flops.estimators.variance import traces_of
 
 PILOT = 7  # sets the pilot's noise apart from the later queries'
-KEEP = 0.9  # of a group's running demand from step to step
 
 
 def floor_of(allocator: Allocator, group: ResolvedGroup) -> int:
@@ -81,27 +79,15 @@ def total_budgets(
 ) -> dict[str, int]:
     """Queries of each group; where `Neyman(across_groups=True)` knows the demands, by these."""
     budgets = {group.name: budget_of(group, size) for group in groups}
-    joint = [
-        group
-        for group in groups
-        if allocators[group.name].across_groups and "demand" in memory[group.name]
-    ]
-    if len(joint) < 2:
+    joint = [group for group in groups if allocators[group.name].across_groups]
+    if not joint:
         return budgets
-    names = [group.name for group in joint]
-    wanted = split_budgets(
-        {name: budgets[name] for name in names},
-        {name: max(1e-3, float(memory[name]["query_cost"])) for name in names},
-        {name: float(memory[name]["demand"]) for name in names},
-        # What is configured is enough for a step, or the step itself says so.
-        {group.name: min(budgets[group.name], _least(group, allocators, size)) for group in joint},
-        # A group whose queries are almost free needs no more.
-        {name: 10 * budgets[name] for name in names},
+    return budgets | shared_budgets(
+        {group.name: budgets[group.name] for group in joint},
+        {group.name: group.estimator.unit for group in joint},
+        {group.name: _least(group, allocators, size) for group in joint},
+        memory,
     )
-    for group in joint:
-        unit = group.estimator.unit
-        budgets[group.name] = int(wanted[group.name] + 1e-6) // unit * unit
-    return budgets
 
 
 def _least(group: ResolvedGroup, allocators: Mapping[str, Allocator], size: int) -> int:
@@ -141,19 +127,6 @@ def _order(allocator: Allocator, signal: Signal) -> Tensor | None:
     if signal.index is None or isinstance(allocator, Fixed):  # its counts are those of places
         return None
     return torch.argsort(signal.index)
-
-
-def note_demand(memory: dict[str, Any], estimate: Estimate, size: int, norm: float) -> None:
-    """Running sum_j sqrt(Tr_j) / |g|: under Adam only relative errors of a group count."""
-    if estimate.points is None or norm <= 0:
-        return
-    roots = float(traces_of(estimate, size).values.double().sqrt().sum())
-    now = roots / norm**0.5
-    if not math.isfinite(
-        now
-    ):  # derivatives overflowed; one such step must not decide all later ones
-        return
-    memory["demand"] = KEEP * float(memory.get("demand", now)) + (1 - KEEP) * now
 
 
 def _check_counts(counts: Tensor, signal: Signal) -> None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from flops.allocators.base import Allocator, Signal
+from flops.allocators.budgets import note_demand
 from flops.engine.allocation import (
     PILOT,
     counts_of,
     learn,
-    note_demand,
     pilot_counts,
     pilot_share,
 )
@@ -41,7 +41,7 @@ from flops.estimators.base import (
     Rows,
     Runner,
 )
-from flops.estimators.variance import Collected, variance
+from flops.estimators.variance import Collected, traces_of, variance
 from flops.passes.batch import Batch
 from flops.passes.checks import (
     RandomState,
@@ -273,9 +273,9 @@ class GroupStep:
             self.snr = max(0.0, norm - self.noise) / self.noise
         self.shaping = last.shaped.report if last.shaped is not None else None
         self.loss, self.cosine = estimate.loss, sink.cosine
-        if self.allocator.across_groups:
-            self._queries.memory["query_cost"] = self.cost.queries / max(self.cost.rows, 1)
-            note_demand(self._queries.memory, estimate, size, norm)
+        if self.allocator.across_groups and estimate.points is not None:
+            cost = self.cost.queries / max(self.cost.rows, 1)
+            note_demand(self._queries.memory, traces_of(estimate, size), norm, cost)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flops.allocators.rounding import round_counts
+from flops.allocators.counts import round_counts
 from flops.estimators.base import (
     Answer,
     BatchPlan,

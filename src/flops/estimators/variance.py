@@ -174,7 +174,7 @@ def traces_of(estimate: Estimate, size: int) -> Traces:
     squares, draws = mean_by_point(estimate.derivatives.double().square(), estimate.points, size)
     if estimate.shaped is not None:  # known directions would count too much or too little
         squares = estimate.shaped.energy.double()
-    return Traces(squares, draws, torch.as_tensor(estimate.factors).double().expand(size))
+    return Traces(squares * torch.as_tensor(estimate.factors).double(), draws)
 
 
 def variance(estimate: Estimate, size: int) -> float:
