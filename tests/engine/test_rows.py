@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flops.engine.collectives import Collectives
-from flops.engine.rows import own_chunks, plan_rows, shares, spans
+from flops.engine.collectives import shares
+from flops.engine.rows import Ranks, own_chunks, plan_rows, spans
 from flops.estimators.base import PointPlan
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -23,7 +23,7 @@ COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 @given(COUNTS, UNITS)
 def test_rows_are_the_mean_over_each_points_draws(draws: list[int], unit: int) -> None:
     rows = plan_rows(unit * torch.tensor(draws), unit)
-    assert len(rows) == unit * sum(draws)
+    assert len(rows.points) == unit * sum(draws)
     for point, number in enumerate(draws):
         mine = rows.points == point
         once = mine & (rows.signs == 1)
@@ -46,11 +46,11 @@ def test_pairs_stand_side_by_side_on_one_point(draws: list[int]) -> None:
 def test_chunks_cover_all_rows_once(draws: list[int], unit: int, size: int) -> None:
     counts = unit * torch.tensor(draws)
     whole = plan_rows(counts, unit)
-    parts = list(own_chunks(PointPlan(counts, unit), len(draws), size, Collectives()))
+    parts = list(own_chunks(PointPlan(counts, unit), len(draws), size, Ranks()))
     for name in ("points", "draws", "signs", "weights"):
         joined = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(joined, getattr(whole, name))
-    lengths = [len(part) for part in parts]
+    lengths = [len(part.points) for part in parts]
     assert max(lengths) <= max(size, 3)
     assert max(lengths) - min(lengths) <= unit
     assert min(lengths) > 1 or lengths == [1]
@@ -71,7 +71,7 @@ def test_spans_are_few_and_never_of_one_row(count: int, size: int) -> None:
 
 def test_no_rows_no_chunks() -> None:
     none = PointPlan(torch.zeros(3, dtype=torch.long), 1)
-    assert list(own_chunks(none, 3, 8, Collectives())) == []
+    assert list(own_chunks(none, 3, 8, Ranks())) == []
 
 
 def test_rows_are_shared_out_by_cost() -> None:
