@@ -44,9 +44,8 @@ from flops.perturb.activation_checks import check_bypass, check_foreign, check_s
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import negative, values
 from flops.perturb.random import KINDS, Kind, NoiseStream
+from flops.subspace.basis import Grid, Space, grid
 from flops.subspace.config import Shaping
-from flops.subspace.measurements import Space
-from flops.subspace.moments import Grid, grid
 from flops.subspace.step import ShapedStep
 
 Targets = Literal["leaf", "block", "stage"]
