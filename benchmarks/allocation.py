@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.quality import QUERIES, finetuned, loss_fn, thirds
 from flops import ForwardGradient, LikelihoodRatio
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman, Signal, Traces
-from flops.allocators.objective import feasible, integer_optimum, objective
+from flops.allocators.counts import feasible, integer_optimum, objective
 from flops.diagnostics.traces import spend_counts
 from flops.estimators.variance import traces_of
 from flops.tasks.classification import digits
@@ -76,8 +76,8 @@ def over_optimum(signal: Signal, traces: Tensor, seed: int) -> dict[str, float]:
         return replace(signal, key=(seed, step, 0))
 
     size = len(traces)
-    known = Traces(traces, torch.full((size,), float(TRACE_QUERIES)), torch.ones(size))
-    flat = Traces(torch.ones(size), known.draws, known.factors)
+    known = Traces(traces, torch.full((size,), float(TRACE_QUERIES)))
+    flat = Traces(torch.ones(size), known.draws)
     gaussian, flattened = Gaussian(), Gaussian()
     first = ratio(gaussian.allocate(at(0)))
     even = float(size * size / signal.budget)
@@ -86,9 +86,8 @@ def over_optimum(signal: Signal, traces: Tensor, seed: int) -> dict[str, float]:
         gaussian.learn(at(step), known)
         flattened.learn(at(step), flat)
     source = np.random.default_rng(seed)
-    two = Traces(
-        traces * torch.from_numpy(source.chisquare(2, size) / 2), 2 * torch.ones(size), flat.factors
-    )
+    noisy = traces * torch.from_numpy(source.chisquare(2, size) / 2)
+    two = Traces(noisy, 2 * torch.ones(size))
     feature = np.tanh(signal.losses.double().numpy())
     angles = np.linspace(-np.pi, np.pi, 1440)
     means = np.cos(angles)[:, None] + np.sin(angles)[:, None] * feature  # (angles, B)

@@ -78,7 +78,7 @@ def run() -> dict[str, Any]:
         losses = torch.rand(256, generator=source)
         embeddings = torch.randn(256, 64, generator=source)
         signal = Signal(losses, 20 * 256, 1, 1, "g", None, embeddings)
-        traces = Traces(losses**2, torch.full((256,), 20.0), torch.ones(256))
+        traces = Traces(losses**2, torch.full((256,), 20.0))
         allocate, learn = [], []
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,14 +41,12 @@ class Simulated(Collectives):
 
     network: float = 0.0
 
-    def join(self, mine: Tensor, begin: int, total: int) -> Tensor:
-        if self.alone:
-            return mine
+    def all_gather(self, mine: Tensor, begin: int, total: int) -> Tensor:
         whole = mine if len(mine) else torch.ones(1, dtype=mine.dtype)
         return self._message(whole.repeat(-(-total // len(whole)))[:total], "SUM")
 
-    def sum(self, values: Any) -> list[float]:
-        return [self.size * v for v in super().sum(values)] if not self.alone else list(values)
+    def sum_scalars(self, values: Sequence[float]) -> list[float]:
+        return [self.size * v for v in super().sum_scalars(values)]
 
     def exchange(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
         share, size = 2 * (self.size - 1) / self.size, tensor.numel() * tensor.element_size()
@@ -69,7 +68,11 @@ def run() -> dict[str, Any]:
         for size in SIZES:
             ranks = Simulated(size=size)
             fg = ForwardGradient(
-                model, loss_fn, groups(model), allocator=allocator(), process_group=ranks
+                model,
+                loss_fn,
+                groups(model),
+                allocator=allocator(),
+                process_group=ranks if size > 1 else None,
             )
             seconds, network, sent = [], [], []
             for _ in range(WARM + STEPS):

@@ -115,7 +115,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "Neyman": [Neyman()],
     "Fixed": [Fixed([1, 2]), Fixed(MANY), Fixed(MANY.tolist())],
     "Signal": [Signal(MANY.float(), 1000, 1, 1, "blocks-1", embeddings=torch.ones(1000, 8))],
-    "Traces": [Traces(MANY.float(), MANY, MANY.float())],
+    "Traces": [Traces(MANY.float(), MANY)],
     "Group": [Group(deep(), LikelihoodRatio(), 20), Group("layers.*", SPSA(), 4, name="layers")],
     "ForwardGradient": [ForwardGradient(deep(), loss)],
     "Candidates": [Candidates(torch.ones(1000, 50), MANY)],

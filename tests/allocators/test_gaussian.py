@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flops.allocators import Gaussian, Signal, Traces
 from flops.allocators import gaussian as gaussians
-from flops.allocators.objective import feasible, objective
+from flops.allocators.counts import feasible, objective
 from tests.support.allocation import check, relative_j, signal, traces
 
 
@@ -203,7 +203,7 @@ def test_gaussian_points_without_draws_teach_nothing() -> None:
     batch, true = example(0, "square")
     part = torch.arange(0, 48, 2)
     some = traces(true.values.clone(), torch.tensor([20, 0]).repeat(24))
-    some.squares[1::2] = 0
+    some.values[1::2] = 0
     alone, among = Gaussian(kernel=False), Gaussian(kernel=False)
     among.learn(batch, some)
     alone.learn(replace(batch.at(part), budget=batch.budget // 2), true.at(part))

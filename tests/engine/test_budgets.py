@@ -13,7 +13,6 @@ from flops import (
     Group,
 )
 from flops.allocators import Neyman
-from flops.engine.allocation import total_budgets
 from tests.support.scaled import LEAF, QUERIES, SCALES, SIZE, Net, scaled
 
 
@@ -96,4 +95,4 @@ def test_budgets_stay_without_across_groups(model: Net, x: Tensor) -> None:
     for _ in range(4):
         report = fg.estimate(x, SCALES)
     assert [int(c.sum()) for c in report.counts.values()] == [80, 48]
-    assert total_budgets(fg.groups, fg.allocators, fg.memory, SIZE) == {"early": 80, "late": 48}
+    assert fg.budgets(SIZE) == {"early": 80, "late": 48}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio
 from flops.allocators.base import Allocator, Signal
-from flops.engine.allocation import PILOT, pilot_share
+from flops.engine.pilot import PILOT, pilot_share
 from tests.support.noise import noise
 
 SIZE, D, Q, LATER = 4, 3, 2, 6

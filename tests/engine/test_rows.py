@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flops.engine.collectives import Collectives
-from flops.engine.rows import own_chunks, plan_rows, shares, spans
+from flops.engine.rows import Ranks, own_chunks, plan_rows, spans
 from flops.estimators.base import PointPlan
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -23,7 +22,7 @@ COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 @given(COUNTS, UNITS)
 def test_rows_are_the_mean_over_each_points_draws(draws: list[int], unit: int) -> None:
     rows = plan_rows(unit * torch.tensor(draws), unit)
-    assert len(rows) == unit * sum(draws)
+    assert len(rows.points) == unit * sum(draws)
     for point, number in enumerate(draws):
         mine = rows.points == point
         once = mine & (rows.signs == 1)
@@ -46,11 +45,11 @@ def test_pairs_stand_side_by_side_on_one_point(draws: list[int]) -> None:
 def test_chunks_cover_all_rows_once(draws: list[int], unit: int, size: int) -> None:
     counts = unit * torch.tensor(draws)
     whole = plan_rows(counts, unit)
-    parts = list(own_chunks(PointPlan(counts, unit), len(draws), size, Collectives()))
+    parts = list(own_chunks(PointPlan(counts, unit), len(draws), size, Ranks()))
     for name in ("points", "draws", "signs", "weights"):
         joined = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(joined, getattr(whole, name))
-    lengths = [len(part) for part in parts]
+    lengths = [len(part.points) for part in parts]
     assert max(lengths) <= max(size, 3)
     assert max(lengths) - min(lengths) <= unit
     assert min(lengths) > 1 or lengths == [1]
@@ -71,18 +70,4 @@ def test_spans_are_few_and_never_of_one_row(count: int, size: int) -> None:
 
 def test_no_rows_no_chunks() -> None:
     none = PointPlan(torch.zeros(3, dtype=torch.long), 1)
-    assert list(own_chunks(none, 3, 8, Collectives())) == []
-
-
-def test_rows_are_shared_out_by_cost() -> None:
-    assert shares([1.0], 10, 2) == [0, 5, 10]
-    assert shares([1.0, 1.0, 1.0, 1.0], 4, 4) == [0, 4, 8, 12, 16]
-    assert shares([3.0, 1.0], 4, 2) == [0, 3, 8]  # 8 of 16 each, to the next row
-    assert shares([1.0], 2, 4) == [0, 0, 1, 2, 2]
-    costs, size, ranks = [0.0, 1.0, 0.5, 2 / 3], 30, 7
-    bounds = shares(costs, size, ranks)
-    assert len(bounds) == ranks + 1
-    work = [sum(costs[r // size] for r in range(a, b)) for a, b in pairwise(bounds)]
-    assert max(work) <= sum(costs) * size / ranks + 1
-    assert (bounds[0], bounds[-1]) == (0, size * len(costs))
-    assert bounds == sorted(bounds)
+    assert list(own_chunks(none, 3, 8, Ranks())) == []

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
+from flops.diagnostics.spend import Spent
 from flops.diagnostics.traces import gradient_traces, spend_counts
-from flops.engine.runner import Cost
-from flops.engine.step import Spent
+from flops.engine.rows import Cost
 from flops.estimators.base import Estimate
 from flops.estimators.variance import (
     ENERGY_STEPS,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from flops import SPSA, ForwardGradient, Group, LikelihoodRatio
 from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman
-from flops.engine.allocation import PILOT
 from flops.engine.gradients import Collector
+from flops.engine.pilot import PILOT
 from flops.engine.rows import plan_rows
 from flops.engine.step import GroupStep, QueryLoop, run_query
 from flops.estimators.base import Rows
@@ -105,7 +105,7 @@ def row_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan(counts: Tensor, unit: int) -> Rows:
         rows = plan_rows(counts, unit)
-        return replace(rows, weights=torch.full_like(rows.weights, len(counts) / len(rows)))
+        return replace(rows, weights=torch.full_like(rows.weights, len(counts) / len(rows.points)))
 
     monkeypatch.setattr("flops.engine.rows.plan_rows", plan)
 
@@ -142,9 +142,8 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
                     replace(self._signal, budget=int(counts.sum())),
                     replace(self._queries, key=keyed),
                     lambda _: self.runner,
-                    self._ranks,
                 )
-                loop = QueryLoop([part], len(total), 1000, self._ranks)
+                loop = QueryLoop([part], len(total), 1000, self.runner.ranks)
                 while (query := loop.next()) is not None:
                     loop.tell(query, run_query(query))
                 write(part, found)

@@ -164,7 +164,7 @@ def _flipped_sign(monkeypatch: pytest.MonkeyPatch) -> None:
 def _row_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(counts: Tensor, unit: int) -> Rows:
         rows = plan_rows(counts, unit)
-        return replace(rows, weights=torch.full_like(rows.weights, len(counts) / len(rows)))
+        return replace(rows, weights=torch.full_like(rows.weights, len(counts) / len(rows.points)))
 
     monkeypatch.setattr("flops.engine.rows.plan_rows", plan)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flops.subspace.basis import leading
-from flops.subspace.moments import Factor, Grid, Moments
+from flops.subspace.basis import Factor, Grid, Moments, leading
 
 
 def random_moments(grids: list[Grid]) -> list[Moments]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops.subspace.step import decay, exploration
 
 
 @pytest.mark.parametrize(
@@ -14,8 +15,8 @@ from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
     [(-0.5, 0.7), (0.0, 0.7), (0.25, 0.55), (0.5, 0.4), (1.0, 0.1), (1.5, 0.1)],
 )
 def test_the_share_of_isotropic_queries(explained: float, share: float) -> None:
-    assert Shaping().share(explained) == pytest.approx(share, rel=1e-12)
-    assert Shaping(explore=0.3).share(explained) == 0.3
+    assert exploration(Shaping(), explained) == pytest.approx(share, rel=1e-12)
+    assert exploration(Shaping(explore=0.3), explained) == 0.3
 
 
 def test_a_tenth_of_the_queries_explores_however_much_is_explained() -> None:
@@ -37,29 +38,29 @@ def test_a_tenth_of_the_queries_explores_however_much_is_explained() -> None:
 
 
 def test_exploration_falls_as_the_explained_variance_rises() -> None:
-    shares = [Shaping().share(explained) for explained in (0.0, 0.3, 0.6, 0.9, 1.0)]
+    shares = [exploration(Shaping(), explained) for explained in (0.0, 0.3, 0.6, 0.9, 1.0)]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < 0.2 < shares[0]
-    assert Shaping(explore=0.4).share(0.9) == 0.4
+    assert exploration(Shaping(explore=0.4), 0.9) == 0.4
 
 
 def test_moments_are_doubted_when_the_explained_variance_drops() -> None:
-    same, best = Shaping().keep(0.8, 0.0, 0.8, 0.8)
-    assert (same, best) == (Shaping().keep(0.7, 0.0, 0.79, 0.8)[0], 0.8)
-    less, best = Shaping().keep(0.2, 0.01, 0.74, 0.8)
+    same, best = decay(Shaping(), 0.8, 0.0, 0.8, 0.8)
+    assert (same, best) == (decay(Shaping(), 0.7, 0.0, 0.79, 0.8)[0], 0.8)
+    less, best = decay(Shaping(), 0.2, 0.01, 0.74, 0.8)
     assert less < 0.5 * same
     assert best == 0.74  # the old best was of another task
-    assert Shaping().keep(0.2, 0.1, 0.74, 0.8)[0] == same  # no more than sampling error
-    assert Shaping(decay=0.9).keep(0.2, 0.0, 0.74, 0.8)[0] == 0.9
+    assert decay(Shaping(), 0.2, 0.1, 0.74, 0.8)[0] == same  # no more than sampling error
+    assert decay(Shaping(decay=0.9), 0.2, 0.0, 0.74, 0.8)[0] == 0.9
 
 
 def test_older_steps_count_less_as_the_explained_variance_rises() -> None:
-    same, _ = Shaping().keep(0.5, 0.0, 0.5, 0.5)
-    slow, _ = Shaping().keep(0.6, 0.0, 0.51, 0.5)
-    fast, best = Shaping().keep(0.9, 0.0, 0.54, 0.5)
+    same, _ = decay(Shaping(), 0.5, 0.0, 0.5, 0.5)
+    slow, _ = decay(Shaping(), 0.6, 0.0, 0.51, 0.5)
+    fast, best = decay(Shaping(), 0.9, 0.0, 0.54, 0.5)
     assert fast < slow < same
     assert best == 0.54
-    assert Shaping().keep(0.5, 0.0, 0.5, 0.54)[0] == same  # going down again forgets nothing
+    assert decay(Shaping(), 0.5, 0.0, 0.5, 0.54)[0] == same  # going down again forgets nothing
 
 
 @pytest.mark.parametrize(

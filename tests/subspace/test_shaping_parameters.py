@@ -13,7 +13,7 @@ from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.allocators import Fixed
 from flops.errors import CoverageError, PrecisionWarning
 from flops.estimators import shaped_parameters
-from flops.subspace.moments import Grid
+from flops.subspace.basis import Grid
 from tests.conftest import cosine, exact, flat, gradients, squared
 from tests.statistical.helpers import assert_mean
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flops.allocators import Bernoulli, Equal, Gaussian, Learner, Neyman, Signal, Traces
-from flops.allocators.objective import objective
+from flops.allocators.counts import objective
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "equal": Equal,
@@ -44,7 +44,7 @@ def signal(
 def traces(values: Any, draws: Any = 2) -> Traces:
     values = torch.as_tensor(values, dtype=torch.float64)
     counts = torch.as_tensor(draws, dtype=torch.float64).expand(len(values))
-    return Traces(values, counts, torch.ones_like(values))
+    return Traces(values, counts)
 
 
 def sampled(true: Tensor, draws: int, seed: int) -> Traces:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -53,42 +52,20 @@ class Traces:
     """What a step's queries showed about the noise of each point's estimate.
 
     Attributes:
-        squares: Mean squared directional derivative of each point, shape (B,); 0 for a point
-            without draws.
+        values: Tr_j, the trace of the covariance of one draw, shape (B,); 0 for a point without
+            draws.
         draws: Number of draws behind it, shape (B,).
-        factors: Trace of a draw's covariance over its squared directional derivative, shape (B,).
     """
 
-    squares: Tensor
+    values: Tensor
     draws: Tensor
-    factors: Tensor
 
     def __repr__(self) -> str:
-        return f"Traces({len(self.squares)} points, {int(self.draws.sum())} draws)"
-
-    @property
-    def values(self) -> Tensor:
-        """Tr_j, the trace of the covariance of one draw, shape (B,)."""
-        return self.squares * self.factors
+        return f"Traces({len(self.values)} points, {int(self.draws.sum())} draws)"
 
     def at(self, points: Tensor) -> Traces:
         """Those of some of the points, or of all in another order."""
-        return Traces(self.squares[points], self.draws[points], self.factors[points])
-
-
-def measured(signal: Signal, traces: Traces) -> tuple[Signal, Traces]:
-    """Only the points that something is known about, with their part of the budget.
-
-    A point without draws has no trace, which is not a trace of zero; and one point whose
-    directional derivatives overflowed must not spoil what the others show.
-    """
-    values = traces.values
-    known = torch.nonzero((traces.draws > 0) & torch.isfinite(values) & (values >= 0)).flatten()
-    size = len(values)
-    if len(known) == size:
-        return signal, traces
-    part = replace(signal.at(known), budget=signal.budget * len(known) // size)
-    return part, traces.at(known)
+        return Traces(self.values[points], self.draws[points])
 
 
 class Allocator(ABC):

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flops.allocators.base import Learner, Signal, Traces, measured
-from flops.allocators.objective import Array, feasible, objective
-from flops.allocators.rounding import round_counts
+from flops.allocators.base import Learner, Signal, Traces
+from flops.allocators.counts import Array, feasible, measured, objective, round_counts
 from flops.perturb.random import mix
 
 

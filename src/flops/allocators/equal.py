@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flops.allocators.base import Allocator, Signal
-from flops.allocators.rounding import round_counts
+from flops.allocators.counts import too_few
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,13 @@ class Equal(Allocator):
     """A_j = budget / B, with what is left over given to the first points."""
 
     def allocate(self, signal: Signal) -> Tensor:
-        """Equal counts."""
-        shares = torch.ones(len(signal.losses))
-        return round_counts(shares, signal.budget, unit=signal.unit, floor=signal.minimum)
+        """Equal counts.
+
+        Raises:
+            QueryError: If the budget cannot give every point its floor.
+        """
+        size, unit = len(signal.losses), signal.unit
+        draws, left = divmod(signal.budget // unit, size)
+        if draws * unit < signal.minimum or signal.budget < unit:
+            raise too_few(signal.budget, size, signal.minimum, unit)
+        return unit * (draws + (torch.arange(size) < left).long())

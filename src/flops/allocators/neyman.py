@@ -14,7 +14,6 @@ known minimise E[sum Tr_j / A_j]: A_j proportional to sqrt(E[Tr_j]) = exp((m_j +
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flops.allocators.base import Learner, Signal, Traces
-from flops.allocators.objective import Array
-from flops.allocators.rounding import round_counts
+from flops.allocators.counts import Array, round_counts
 from flops.errors import QueryError
 
 DEGREE = 2
@@ -184,49 +182,6 @@ def measure(traces: Traces) -> tuple[Array, Array]:
     y = torch.where(seen, y - torch.digamma(half) + half.log(), 0.0)
     v = torch.where(seen, torch.polygamma(1, half), torch.inf)
     return y.numpy(), v.numpy()
-
-
-def split_budgets(
-    budgets: Mapping[str, float],
-    costs: Mapping[str, float],
-    demands: Mapping[str, float],
-    least: Mapping[str, float] | None = None,
-    most: Mapping[str, float] | None = None,
-) -> dict[str, float]:
-    """Queries of each group so that the total cost stays and the summed variance is least.
-
-    Args:
-        budgets: Queries of each group as configured; their cost is the total.
-        costs: Cost of one query of each group, above 0.
-        demands: sum_j sqrt(Tr_j), over the norm of the group's gradient, of each group.
-        least: Fewest queries of each group; they must not cost more than the total.
-        most: Most queries of each group.
-
-    Returns:
-        Real-valued budgets proportional to demand / sqrt(cost), but for groups at a bound.
-    """
-    total = sum(budgets[name] * costs[name] for name in budgets)
-    shares = {name: demands[name] / costs[name] ** 0.5 for name in budgets}
-    if not 0 < sum(shares.values()) < math.inf:
-        return {name: float(budget) for name, budget in budgets.items()}
-    low = {name: 0.0 if least is None else least[name] for name in budgets}
-    high = {name: math.inf if most is None else most[name] for name in budgets}
-
-    def at(multiplier: float) -> dict[str, float]:
-        return {n: min(max(multiplier * shares[n], low[n]), high[n]) for n in budgets}
-
-    def costly(multiplier: float) -> bool:
-        return sum(found * costs[n] for n, found in at(multiplier).items()) >= total
-
-    # Without bounds this multiplier is the answer; with them the cost still grows with it.
-    middle = total / sum(shares[name] * costs[name] for name in budgets)
-    below, above = 0.0, middle
-    while not costly(above) and above < 1e9 * middle:  # unless all groups are at their most
-        above *= 2
-    for _ in range(100):
-        middle = (below + above) / 2
-        below, above = (below, middle) if costly(middle) else (middle, above)
-    return at(above)
 
 
 def _with(learned: _Learned, **changes: Any) -> _Learned:

@@ -19,7 +19,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from flops.blackbox.ask_tell import AskTell
-from flops.blackbox.journal import Journal, JournalError, Request, Response, Round, Signature
+from flops.blackbox.journal import Journal, Request, Response, Round, Signature
+from flops.blackbox.journal_file import JournalError
 from flops.blackbox.objective import Candidates, Objective, checked
 from flops.blackbox.snapshots import SHARE, Snapshots
 from flops.errors import FlopsError

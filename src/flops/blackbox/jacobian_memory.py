@@ -38,9 +38,9 @@ from flops.estimators.base import (
     Rows,
     Runner,
     Sink,
-    warn_if_rounding,
 )
 from flops.estimators.likelihood_ratio import LikelihoodRatio
+from flops.estimators.variance import warn_if_rounding
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
@@ -345,7 +345,7 @@ class _Recycled(Estimation):
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
         """The local VJP of an identity."""
         deltas = self._binding.split(self._found.delta * (scale / self._queries.size))
-        runner.products(self._binding.local_prefix, self._binding.local, deltas, sink)
+        runner.products(self._binding, deltas, sink)
 
     def finish(self) -> Estimate:
         """Derivatives, energies and errors."""

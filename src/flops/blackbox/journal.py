@@ -14,14 +14,8 @@ from 0 (the column ``question``); requests and values also to a part of its cand
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import os
-import sqlite3
-import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +26,17 @@ import torch
 from torch import Tensor
 
 from flops import __version__
-from flops.errors import FlopsError
+from flops.blackbox.journal_file import (
+    PATIENCE,
+    DiskFullError,
+    JournalError,
+    JournalFile,
+    Statement,
+    mark_of,
+    pack,
+    unpack,
+    warn,
+)
 
 SCHEMA = 3  # also counts streams of noise: answers belong to the noise that was sent
 TABLES = """
@@ -56,14 +60,6 @@ create table counters (name text primary key, value real not null);
 """
 SNAPSHOTS = 2  # kept: if one is damaged, there is another
 PIECE = 1 << 28  # bytes of a snapshot per row: SQLite allows less than 10^9
-PATIENCE = 120.0  # seconds of retries on a full disk
-FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # how a full disk is reported
-
-Statement = tuple[str, Sequence[Any]]
-
-
-class JournalError(FlopsError):
-    """A journal belongs to another run, is damaged or in use, or cannot be written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +120,6 @@ class Round:
     paid: set[int]
 
 
-def _say(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
 class Journal:
     """State and values of one run, in an SQLite file that only its owner can read.
 
@@ -150,27 +142,16 @@ class Journal:
         self,
         path: Path | str,
         settings: Mapping[str, Any],
-        say: Callable[[str], None] = _say,
+        say: Callable[[str], None] = warn,
         patience: float = PATIENCE,
     ) -> None:
-        self.path, self.say, self.patience = path, say, patience
+        self.path, self.say = path, say
         self._counted: dict[str, float] = {}
-        self._full = False
-        if str(path) != ":memory:":
-            _make(Path(path))
+        self._file = JournalFile(path, say, patience)
         try:
-            self._base = sqlite3.connect(path, timeout=1.0, isolation_level=None)
-            # One process at a time; the system releases the lock when that process dies.
-            self._base.execute("pragma locking_mode = exclusive")
-            self._base.execute("pragma journal_mode = wal")
-            self._base.execute("pragma synchronous = full")
-            self._base.execute("pragma journal_size_limit = 67108864")  # after a large snapshot
             self.run = self._about(settings)
-        except sqlite3.DatabaseError as error:
-            self.close()
-            raise self._unreadable(error) from error
         except JournalError:
-            self.close()
+            self._file.close()
             raise
 
     def read(self, number: int) -> Round:
@@ -180,32 +161,32 @@ class Journal:
             JournalError: If its structure or decisions are damaged.
         """
         signature, decisions = None, []
-        for kind, points, mark in self._read(
+        for kind, points, mark in self._file.read(
             "select kind, points, mark from plans where question = ?", number
         ):
-            self._check(mark, f"the structure of round {number}", number, kind, points)
+            self._file.check(mark, f"the structure of round {number}", number, kind, points)
             signature = Signature(kind, tuple(np.frombuffer(points, dtype="<i8").tolist()))
-        for place, name, value, mark in self._read(
+        for place, name, value, mark in self._file.read(
             "select place, name, value, mark from decisions where question = ? order by place",
             number,
         ):
             what = f"decision {place} ({name}) before round {number}"
-            self._check(mark, what, number, place, name, value)
+            self._file.check(mark, what, number, place, name, value)
             decisions.append((name, unpack(value)))
         requests: dict[int, list[Request]] = {}
         responses, damaged, paid = {}, {}, set()
-        for part, place, key, body, mark in self._read(
+        for part, place, key, body, mark in self._file.read(
             "select part, place, key, body, mark from requests where question = ? "
             "order by part, place",
             number,
         ):
             requests.setdefault(part, []).append(Request(key, bytes(body)))
-            if mark != _mark(number, part, place, key, body):
+            if mark != mark_of(number, part, place, key, body):
                 damaged[part] = f"request {place} of round {number}, part {part}"
-        for part, count, values, cost, mark in self._read(
+        for part, count, values, cost, mark in self._file.read(
             "select part, count, answer, cost, mark from answers where question = ?", number
         ):
-            if mark != _mark(number, part, count, values, cost):
+            if mark != mark_of(number, part, count, values, cost):
                 damaged[part] = f"the values of round {number}, part {part}"
                 paid.add(part)
                 continue
@@ -241,15 +222,18 @@ class Journal:
         if signature is not None:
             points = np.array(signature.points, dtype="<i8").tobytes()
             row = (number, signature.kind, points)
-            todo.append(("insert into plans values (?, ?, ?, ?)", (*row, _mark(*row))))
+            todo.append(("insert into plans values (?, ?, ?, ?)", (*row, mark_of(*row))))
         for place, (name, value) in enumerate(decisions):
             given = (number, place, name, pack(value))
-            todo.append(("insert into decisions values (?, ?, ?, ?, ?)", (*given, _mark(*given))))
+            todo.append(("insert into decisions values (?, ?, ?, ?, ?)", (*given, mark_of(*given))))
         for part, several in (requests or {}).items():
             for place, request in enumerate(several):
                 sent = (number, part, place, request.key, request.body)
                 todo.append(
-                    ("insert or replace into requests values (?,?,?,?,?,?)", (*sent, _mark(*sent)))
+                    (
+                        "insert or replace into requests values (?,?,?,?,?,?)",
+                        (*sent, mark_of(*sent)),
+                    )
                 )
         again = set(repaired)
         for part, response in (responses or {}).items():
@@ -266,8 +250,8 @@ class Journal:
         todo: list[Statement] = [("delete from snapshots where question >= ?", (number,))]
         for place, piece in enumerate(pieces):
             row = (number, place, len(pieces), piece)
-            todo.append(("insert into snapshots values (?, ?, ?, ?, ?)", (*row, _mark(*row))))
-        before = [q for (q,) in self._read("select distinct question from snapshots")]
+            todo.append(("insert into snapshots values (?, ?, ?, ?, ?)", (*row, mark_of(*row))))
+        before = [q for (q,) in self._file.read("select distinct question from snapshots")]
         oldest = sorted({*(q for q in before if q < number), number})[-SNAPSHOTS:][0]
         if len(before) + (number not in before) >= SNAPSHOTS:
             for table in ("snapshots", "plans", "decisions", "requests", "answers"):
@@ -280,21 +264,21 @@ class Journal:
 
     def snapshots(self) -> Iterator[tuple[int, bytes | None]]:
         """Round and state of each snapshot, the newest first; None for one that is damaged."""
-        found = self._read("select distinct question from snapshots order by question desc")
+        found = self._file.read("select distinct question from snapshots order by question desc")
         for (number,) in found:
-            rows = self._read(
+            rows = self._file.read(
                 "select place, pieces, data, mark from snapshots where question = ? order by place",
                 number,
             )
             whole = bool(rows) and len(rows) == rows[0][1]
             whole = whole and all(
-                mark == _mark(number, place, pieces, data) for place, pieces, data, mark in rows
+                mark == mark_of(number, place, pieces, data) for place, pieces, data, mark in rows
             )
             yield number, b"".join(bytes(row[2]) for row in rows) if whole else None
 
     def first(self) -> int | None:
         """The first round still recorded."""
-        found: int | None = self._read("select min(question) from plans")[0][0]
+        found: int | None = self._file.read("select min(question) from plans")[0][0]
         return found
 
     def count(self, name: str, by: float) -> None:
@@ -303,25 +287,31 @@ class Journal:
 
     def counters(self) -> dict[str, float]:
         """Counters of the run."""
-        found: dict[str, float] = dict(self._read("select name, value from counters"))
+        found: dict[str, float] = dict(self._file.read("select name, value from counters"))
         for name, value in self._counted.items():
             found[name] = found.get(name, 0.0) + value
         return found
 
     def paid(self) -> dict[str, int]:
         """Evaluated rows and parts, and their total costs."""
-        return {"queries": 0, "answers": 0} | dict(self._read("select name, value from totals"))
+        return {"queries": 0, "answers": 0} | dict(
+            self._file.read("select name, value from totals")
+        )
 
     def close(self) -> None:
         """Save the counters and close the file."""
-        if not hasattr(self, "_base"):
-            return
-        if self._counted and hasattr(self, "run"):
+        if self._counted:
             try:
                 self._commit([], patience=0.0)
             except JournalError:  # counters are informative only
                 self._counted = {}
-        self._base.close()
+        self._file.close()
+
+    def _commit(self, todo: Sequence[Statement], patience: float | None = None) -> None:
+        """Write statements and counters in one transaction."""
+        counted = [(_added("counters"), item) for item in self._counted.items()]
+        self._file.commit([*todo, *counted], patience)
+        self._counted = {}
 
     def _evaluated(
         self, number: int, part: int, response: Response, repaired: bool
@@ -329,7 +319,7 @@ class Journal:
         values = response.columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
         row = (number, part, len(response.columns), values, json.dumps(dict(response.cost)))
         verb = "insert or replace" if repaired else "insert"
-        yield f"{verb} into answers values (?, ?, ?, ?, ?, ?)", (*row, _mark(*row))
+        yield f"{verb} into answers values (?, ?, ?, ?, ?, ?)", (*row, mark_of(*row))
         yield "delete from requests where question = ? and part = ?", (number, part)
         costs = {"queries": len(response.columns), "answers": 1, **response.cost}
         if repaired and response.cost.get("replays") != 0:  # it was charged and counted before
@@ -337,74 +327,19 @@ class Journal:
         for name, value in costs.items():
             yield _added("totals"), (name, value)
 
-    def _commit(self, todo: Sequence[Statement], patience: float | None = None) -> None:
-        """Commit all statements or none, with retries on a full disk."""
-        counted = [(_added("counters"), item) for item in self._counted.items()]
-        end = time.monotonic() + (self.patience if patience is None else patience)
-        wait = 0.1
-        while True:
-            try:
-                self._base.execute("begin immediate")
-                for sql, values in [*todo, *counted]:
-                    self._base.execute(sql, values)
-                self._base.execute("commit")
-            except sqlite3.Error as error:
-                if self._base.in_transaction:
-                    self._base.execute("rollback")
-                if isinstance(error, sqlite3.IntegrityError) or not _full(error):
-                    raise self._unreadable(error, "written") from error
-                if time.monotonic() + wait > end:
-                    raise DiskFullError(
-                        f"the journal {self.path} cannot be written ({error}): free some space on "
-                        "its disk and start the same command again; no value is lost, and nothing "
-                        "is charged twice"
-                    ) from error
-                if not self._full:
-                    self.say(
-                        f"the journal {self.path} cannot be written ({error}); retrying for "
-                        f"{self.patience:.0f} s"
-                    )
-                    self._full = True
-                time.sleep(wait)
-                wait = min(2 * wait, 5.0)
-            else:
-                self._counted, self._full = {}, False
-                return
-
-    def _read(self, sql: str, *values: Any) -> list[Any]:
-        try:
-            return self._base.execute(sql, values).fetchall()
-        except sqlite3.DatabaseError as error:
-            raise self._unreadable(error) from error
-
-    def _check(self, mark: bytes, what: str, *values: Any) -> None:
-        if mark != _mark(*values):
-            raise JournalError(
-                f"the journal {self.path} is damaged: {what} fails its checksum. Restore the file "
-                "from a backup, or start again in another folder"
-            )
-
-    def _unreadable(self, error: sqlite3.Error, verb: str = "read") -> JournalError:
-        busy = "locked" in str(error) or "busy" in str(error)
-        why = "it is in use by another process" if busy else f"it cannot be {verb} ({error})"
-        if "malformed" in str(error):
-            why += ": it is damaged. Restore it from a backup, or start again in another folder"
-        return JournalError(f"the journal {self.path}: {why}")
-
     def _about(self, settings: Mapping[str, Any]) -> str:
         """Check or write the settings of the run; return its name."""
         here = json.loads(json.dumps(dict(settings)))
-        tables = self._base.execute("select name from sqlite_master where type = 'table'")
-        if not tables.fetchall():
+        if not self._file.read("select name from sqlite_master where type = 'table'"):
             run = uuid.uuid4().hex
             rows = {"schema": str(SCHEMA), "run": run, "settings": json.dumps(here)}
             rows["version"] = __version__
-            self._base.executescript("begin immediate;" + TABLES)
-            self._base.executemany("insert into about values (?, ?)", rows.items())
-            self._base.execute("commit")
+            todo: list[Statement] = [(sql, ()) for sql in TABLES.split(";") if sql.strip()]
+            todo += [("insert into about values (?, ?)", row) for row in rows.items()]
+            self._file.commit(todo, patience=0.0)
             self.version = __version__
             return run
-        kept = dict(self._base.execute("select name, value from about"))
+        kept = dict(self._file.read("select name, value from about"))
         self.version = str(kept.get("version", "0.1.0 before journals had snapshots"))
         if kept.get("schema") != str(SCHEMA):
             raise JournalError(
@@ -423,70 +358,8 @@ class Journal:
         return str(kept["run"])
 
 
-class DiskFullError(JournalError):
-    """The disk is full."""
-
-
-def pack(value: Any) -> bytes:
-    """Serialize tensors, numbers, strings and containers of them, without pickled code."""
-    buffer = io.BytesIO()
-    torch.save(_plain(value), buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    """Inverse of `pack`."""
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-def _plain(value: Any) -> Any:
-    """Copy without numpy types, which `torch.load(weights_only=True)` refuses."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, str):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise TypeError(f"a state must be made of tensors, numbers and strings, not {value!r}")
-
-
-def _mark(*values: Any) -> bytes:
-    """Checksum of a row."""
-    found = hashlib.sha256()
-    for value in values:
-        data = bytes(value) if isinstance(value, bytes | memoryview) else str(value).encode()
-        found.update(f"{len(data)}:".encode())
-        found.update(data)
-    return found.digest()
-
-
 def _added(table: str) -> str:
     return (
         f"insert into {table} values (?, ?) "
         "on conflict (name) do update set value = value + excluded.value"
     )
-
-
-def _full(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in FULL
-
-
-def _make(path: Path) -> None:
-    """Create the file readable by its owner only; SQLite's other files take its permissions."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    if os.name == "posix":
-        path.chmod(0o600)
-        for suffix in ("-wal", "-shm"):
-            beside = path.with_name(path.name + suffix)
-            if beside.exists():
-                beside.chmod(0o600)

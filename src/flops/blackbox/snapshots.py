@@ -14,7 +14,8 @@ import torch
 
 from flops import __version__
 from flops.blackbox.ask_tell import AskTell
-from flops.blackbox.journal import Journal, JournalError, pack, unpack
+from flops.blackbox.journal import Journal
+from flops.blackbox.journal_file import JournalError, pack, unpack
 from flops.errors import FlopsError
 
 SHARE = 0.03  # largest fraction of the time spent on snapshots

@@ -24,12 +24,11 @@ from flops.blackbox.objective import Candidates, Objective
 from flops.blackbox.order import Order
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.vector import Vector, VectorEngine
-from flops.engine.allocation import budget_of, check_allocators, floor_of
-from flops.engine.collectives import Collectives
 from flops.engine.gradients import Collector
-from flops.engine.report import ForwardEquivalents, StepReport
-from flops.engine.runner import Cost, LocalRunner
-from flops.engine.step import GroupStep, QueryLoop
+from flops.engine.groups import check_allocators
+from flops.engine.report import StepReport
+from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, Ranks
+from flops.engine.step import GroupStep, QueryLoop, budget_of, floor_of
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
 from flops.estimators.base import Answer, Estimator, Queries
@@ -183,16 +182,15 @@ class Tuner(AskTell):
         )
         none = torch.zeros(size, dtype=torch.long)
         queries = Queries(
-            NAME, losses, none, key, points.tolist(), memory, clean=clean, decide=self.decide
+            NAME, size, losses, none, key, points.tolist(), memory, clean=clean, decide=self.decide
         )
 
         def runner(cost: Cost) -> LocalRunner:
             # One chunk for the batch: its sum must not depend on the chunks of queries.
             return self._engine.runner(points, max(self._chunk, size), cost)
 
-        binding, nobody = self._engine.binding, Collectives()
-        step = GroupStep(self.group, binding, allocator, signal, queries, runner, nobody)
-        loop = QueryLoop([step], size, self._chunk, nobody)
+        step = GroupStep(self.group, self._engine.binding, allocator, signal, queries, runner)
+        loop = QueryLoop([step], size, self._chunk, Ranks())
         while (query := loop.next()) is not None:
             rows = self._engine.rows(query, self.group.estimator.shared)
             columns = yield Candidates(rows, points[query.rows.points])

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from flops.engine.collectives import Collectives
 from flops.engine.groups import ResolvedGroup
 from flops.engine.layout import Layouts
-from flops.engine.runner import Cost, LocalRunner
+from flops.engine.rows import Cost, LocalRunner, part
 from flops.engine.step import Query
 from flops.estimators.base import Estimator
 from flops.passes.batch import Batch
@@ -108,15 +107,14 @@ class VectorEngine:
         """Passes over a batch of points."""
         batch = self._batch(points)
         passes = Passes(self._vector, self.modules, self._layout.structure, batch)
-        return LocalRunner(passes, {}, len(points), chunk, Collectives(), cost)
+        return LocalRunner(passes, {}, len(points), chunk, cost)
 
     def rows(self, query: Query, shared: bool) -> Tensor:
         """Parameters of the rows of a query, shape (rows, d); they share memory if equal."""
         runner, rows = query.step.runner, query.rows
-        assert isinstance(runner, LocalRunner)
-        some = rows.part(0, 1) if shared else rows
+        some = part(rows, 0, 1) if shared else rows
         with torch.no_grad():
             runner.run(query.step.group.name, query.perturbation, some)
         found, self._seen = self._seen.detach(), torch.empty(0)
         found = found.clone() if found.is_inference() else found
-        return found[:1].expand(len(rows), -1) if shared else found
+        return found[:1].expand(len(rows.points), -1) if shared else found

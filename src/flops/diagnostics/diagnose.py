@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator, Learner
-from flops.allocators.objective import integer_optimum, objective
+from flops.allocators.counts import integer_optimum, objective
 from flops.diagnostics.sigma import SigmaRow, sweep
+from flops.diagnostics.spend import Spent, spend
 from flops.diagnostics.traces import spend_counts
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group, ResolvedGroup
-from flops.engine.step import Session, Spent, spend
+from flops.engine.step import Session
 from flops.estimators.base import Queries
 from flops.estimators.exact import cosine, exact_gradients
 from flops.estimators.variance import traces_of
@@ -153,7 +154,7 @@ def diagnose(
     with fg.session(inputs, targets) as session:
         exact = exact_gradients(fg.model, session.passes.batch)
         for number, group in enumerate(fg.groups):
-            if group.estimator.minimum_queries == 0:
+            if not group.estimator.makes_queries:
                 continue
             bench = _Bench(fg, session, number, group, exact)
             if group.estimator.shaping is not None:

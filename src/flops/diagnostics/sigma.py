@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flops.diagnostics.spend import Spent
 from flops.engine.groups import ResolvedGroup
-from flops.engine.step import Spent
 from flops.estimators.exact import cosine
 from flops.passes.local_vjp import Gradients
 

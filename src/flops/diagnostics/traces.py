@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from flops.allocators.base import Signal
 from flops.allocators.fixed import Fixed
+from flops.diagnostics.spend import Spent, spend
 from flops.engine.groups import ResolvedGroup
-from flops.engine.step import Session, Spent, spend
+from flops.engine.step import Session
 from flops.estimators.base import Queries
 
 

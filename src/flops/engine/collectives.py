@@ -18,9 +18,11 @@ A sum is the same on all processes, bit by bit; it differs from that of one proc
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flops.engine.rows import Ranks
 from flops.errors import FlopsError
+from flops.passes.local_vjp import Gradients
 
 ProcessGroup = Any  # torch's type is missing where torch was built without it
 BUCKET = 1 << 22  # values of one message: gradients are never copied as a whole
@@ -39,11 +43,11 @@ class WorkerError(FlopsError, RuntimeError):
 
 
 @dataclass
-class Collectives:
-    """The ranks that share the rows; with a world size of 1 nothing is exchanged.
+class Collectives(Ranks):
+    """The ranks of a process group; what they say to each other is counted.
 
     Attributes:
-        group: Their process group; None for one process.
+        group: Their process group.
         rank: Number of this process.
         size: World size.
         sent: Size in bytes of the messages that this process took part in.
@@ -57,40 +61,37 @@ class Collectives:
     messages: int = field(default=0, compare=False)
 
     @classmethod
-    def of(cls, group: ProcessGroup | Collectives | Literal["auto"] | None) -> Collectives:
+    def of(cls, group: ProcessGroup | Ranks | Literal["auto"] | None) -> Ranks:
         """The ranks of a process group; "auto" takes the default one if it is initialised."""
-        if isinstance(group, Collectives):
+        if isinstance(group, Ranks):
             return group
         if group is None or not dist.is_available() or not dist.is_initialized():
-            return cls()
+            return Ranks()
         chosen = None if isinstance(group, str) else group
         rank, size = dist.get_rank(chosen), dist.get_world_size(chosen)
         if rank < 0:
             raise WorkerError("this process is not in the given process group")
+        if size == 1:
+            return Ranks()
         return cls(chosen if chosen is not None else dist.group.WORLD, rank, size)
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody else."""
-        return self.size == 1
-
-    def shard(self, count: int, unit: int = 1, rank: int | None = None) -> tuple[int, int]:
-        """First and last + 1 of the rows of a rank, this one's by default, in whole units."""
-        rank, units = self.rank if rank is None else rank, count // unit
+    def shard(self, count: int, unit: int = 1) -> tuple[int, int]:
+        """First and last + 1 of this rank's rows, in whole units."""
+        units, rank = count // unit, self.rank
         return unit * (units * rank // self.size), unit * (units * (rank + 1) // self.size)
+
+    def bounds(self, costs: Sequence[float], size: int) -> list[int]:
+        """Bounds of the ranks' shares of rows, ``size`` of each cost in turn."""
+        return shares(costs, size, self.size)
 
     def all_gather(self, mine: Tensor, begin: int, total: int) -> Tensor:
         """Values of all processes side by side, where mine start at ``begin``; on the CPU."""
-        if self.alone:
-            return mine
         whole = torch.zeros(total, dtype=mine.dtype)
         whole[begin : begin + len(mine)] = mine
         return self._message(whole, "SUM")  # of one value and zeros: nothing is rounded
 
     def sum_scalars(self, values: Sequence[float]) -> list[float]:
         """Sums over the processes."""
-        if self.alone:
-            return list(values)
         found: list[float] = self._message(
             torch.tensor(values, dtype=torch.float64), "SUM"
         ).tolist()
@@ -98,40 +99,32 @@ class Collectives:
 
     def any(self, flag: bool) -> bool:
         """Whether any process says yes."""
-        return flag if self.alone else self.sum_scalars([float(flag)])[0] > 0
+        return self.sum_scalars([float(flag)])[0] > 0
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum of the processes' tensors."""
-        if self.alone:
-            return tensor
         flat = tensor.contiguous().view(-1)
         parts = [self._message(part, "SUM") for part in flat.split(BUCKET)]
         return torch.cat(parts).view(tensor.shape)
 
     def all_max(self, tensor: Tensor) -> Tensor:
         """Largest of the processes' values, entry by entry."""
-        return tensor if self.alone else self._message(tensor, "MAX")
+        return self._message(tensor, "MAX")
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """That of process 0, so that a last digit cannot make two different plans."""
-        if self.alone:
-            return tensor
         return self._message(tensor, "FIRST")
 
-    def sum_gradients(
-        self, found: dict[nn.Parameter, Tensor], parameters: Iterable[nn.Parameter]
-    ) -> dict[nn.Parameter, Tensor]:
+    def sum_gradients(self, found: Gradients, parameters: Iterable[nn.Parameter]) -> Gradients:
         """Sums of the processes' gradients; who has none for a parameter adds nothing.
 
         Args:
             found: Gradients of this process; left empty, so that no second copy stays.
             parameters: All that any process may have, in the same order everywhere.
         """
-        if self.alone:
-            return found
         order = list(dict.fromkeys(parameters))
         known = self.all_max(torch.tensor([float(p in found) for p in order]))
-        total: dict[nn.Parameter, Tensor] = {}
+        total: Gradients = {}
         for part in _packed([p for p, has in zip(order, known.tolist(), strict=True) if has]):
             wide = torch.promote_types(torch.float32, part[0].dtype)
             flat = [
@@ -150,8 +143,6 @@ class Collectives:
         Raises:
             WorkerError: On all processes, with what differs.
         """
-        if self.alone:
-            return
         exact = list(prints.exact.values())
         mine = torch.tensor([*exact, prints.close, prints.scale], dtype=torch.float64)
         most = self._message(torch.cat([mine, -mine]), "MAX")
@@ -203,6 +194,24 @@ class Collectives:
                 "before this step; start again from the last checkpoint, with any number of "
                 f"processes. ({str(error).splitlines()[0][:200]})"
             ) from error
+
+
+def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
+    """Bounds that share out rows, ``size`` of each cost in turn, at nearly the same cost.
+
+    Returns:
+        ``ranks + 1`` numbers from 0 to the number of rows; rank r has the rows between two of them.
+    """
+    most = max(costs, default=1.0)
+    ends = list(accumulate(max(c, 1e-3 * most) * size for c in costs))  # a row is never free
+    bounds = [0]
+    for rank in range(1, ranks):
+        wanted = ends[-1] * rank / ranks
+        at = bisect_left(ends, wanted)
+        before = ends[at - 1] if at else 0.0
+        row = at * size + round(size * (wanted - before) / (ends[at] - before))
+        bounds.append(max(bounds[-1], row))
+    return [*bounds, size * len(costs)]
 
 
 def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -15,21 +15,25 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flops.allocators.base import Allocator, Signal
+from flops.allocators.budgets import shared_budgets
 from flops.allocators.equal import Equal
-from flops.engine.allocation import check_allocators, floor_of, total_budgets
 from flops.engine.auto_groups import automatic_groups
 from flops.engine.collectives import Collectives, ProcessGroup, fingerprint
 from flops.engine.gradients import Update
-from flops.engine.groups import Group, ResolvedGroup, resolve
+from flops.engine.groups import Group, ResolvedGroup, check_allocators, resolve
 from flops.engine.layout import Layout, Layouts
-from flops.engine.report import ForwardEquivalents, StepReport
+from flops.engine.report import StepReport
+from flops.engine.rows import ForwardEquivalents, Ranks
 from flops.engine.step import (
     GroupStep,
     Session,
-    opened,
+    budget_of,
+    floor_of,
+    least_of,
     run_queries,
     write_gradients,
     writer_of,
@@ -39,9 +43,18 @@ from flops.errors import FlopsError
 from flops.estimators.exact import exact_gradients
 from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.passes.batch import Batch, LossFunction, positions
-from flops.passes.checks import check_modes, unwrap
+from flops.passes.checks import (
+    RandomState,
+    check_deterministic,
+    check_finite,
+    check_modes,
+    no_autocast_cache,
+    slow_attention_path,
+    unwrap,
+)
 from flops.passes.intercept import Claim
 from flops.passes.interrupts import Hold, Whole
+from flops.passes.replay import Passes
 
 SCHEMA = 2
 RENAMED = {"captured": "explained_variance", "captures": "explained_by_site"}  # since schema 1
@@ -101,6 +114,9 @@ class ForwardGradient:
         check_allocators(self.groups, self.allocators)
         self.memory: dict[str, dict[str, Any]] = {group.name: {} for group in self.groups}
         self.steps = 0
+        self._reads = any(g.estimator.reads_clean for g in self.groups) or not all(
+            isinstance(allocator, Equal) for allocator in self.allocators.values()
+        )
         embed = any(a.wants_embeddings for a in self.allocators.values())
         self._layouts = Layouts(self.model, self.modules, self.groups, reuse, embedding, embed)
 
@@ -174,7 +190,6 @@ class ForwardGradient:
                     self.signal(number, session),
                     session.queries(group.name, self.key(number), memory[group.name]),
                     session.runner,
-                    session.ranks,
                 )
                 for number, group in enumerate(self.groups)
             ]
@@ -240,15 +255,48 @@ class ForwardGradient:
         batch = Batch(inputs, targets, self.loss_fn)
         places = positions(index, batch.size)
         check_modes(self.modules)
-        ranks = Collectives.of(self.process_group)
-        if not ranks.alone:
+        ranks = self._ranks()
+        if isinstance(ranks, Collectives):
             prints = fingerprint(self.model, batch.leaves, places, self.steps, self.seed)
             ranks.check_same(prints)
-        reads = self._reads_clean if skip else None
-        model = opened(self.model, self.modules, self._layouts, batch, reads, self.chunk, ranks)
-        with Hold(), Claim(self.modules), model as session:
-            session.index = places
-            yield session
+        with Hold(), Claim(self.modules):
+            state = RandomState()
+            try:
+                with slow_attention_path(), no_autocast_cache():
+                    layout, probe = self._layouts.find(batch, state)
+                    passes = Passes(self.model, self.modules, layout.structure, batch)
+                    chunk = self.chunk or layout.chunk(batch.size)
+                    reads = not skip or self._reads_clean(layout)
+                    with torch.no_grad():
+                        losses, record = self._clean(passes, layout, reads, state, ranks)
+                        clean = float(batch.size) if reads else 0.0
+                        yield Session(
+                            layout, passes, record, losses, places, chunk, ranks, clean, probe
+                        )
+                    check_deterministic(state, self.modules)
+            finally:
+                state.restore()
+
+    def _clean(
+        self, passes: Passes, layout: Layout, reads: bool, state: RandomState, ranks: Ranks
+    ) -> tuple[Tensor, dict[int, list[Any]]]:
+        """Losses of the clean pass and what is replayed of it; NaN where nothing reads it."""
+        if not reads:
+            dtype = layout.structure.losses.dtype
+            return torch.full((passes.batch.size,), torch.nan, dtype=dtype), {}
+        losses, record = passes.clean(layout.needed, layout.embedding)
+        check_deterministic(state, self.modules)
+        losses = ranks.broadcast(losses)
+        check_finite(losses, "the clean pass")
+        return losses, dict(record)
+
+    def _ranks(self) -> Ranks:
+        """Who shares the rows; a process group may be initialised between two steps."""
+        group = self.process_group
+        if isinstance(group, Ranks):
+            return group
+        several = group is not None and dist.is_available() and dist.is_initialized()
+        return Collectives.of(group) if several else Ranks()
 
     def inspect(self, inputs: Any, targets: Any = None) -> Self:
         """Look at the structure of the forward pass, for ``print(fg)``; nothing is estimated."""
@@ -278,7 +326,7 @@ class ForwardGradient:
         embedding = session.layout.embedding
         return Signal(
             session.losses.detach().cpu(),
-            total_budgets(self.groups, self.allocators, self.memory, size)[group.name],
+            self.budgets(size)[group.name],
             group.estimator.unit,
             floor_of(self.allocators[group.name], group),
             group.name,
@@ -287,12 +335,21 @@ class ForwardGradient:
             self.key(number),
         )
 
+    def budgets(self, size: int) -> dict[str, int]:
+        """Queries of each group for so many points; groups may share what they have in all."""
+        budgets = {group.name: budget_of(group, size) for group in self.groups}
+        joint = [g for g in self.groups if self.allocators[g.name].across_groups]
+        if joint:
+            budgets |= shared_budgets(
+                {group.name: budgets[group.name] for group in joint},
+                {group.name: group.estimator.unit for group in joint},
+                {g.name: size * least_of(self.allocators[g.name], g) for g in joint},
+                self.memory,
+            )
+        return budgets
+
     def _reads_clean(self, layout: Layout) -> bool:
-        if (
-            layout.embedding is not None
-            or not all(isinstance(allocator, Equal) for allocator in self.allocators.values())
-            or any(g.estimator.reads_clean for g in self.groups)
-        ):
+        if layout.embedding is not None or self._reads:
             return True
         # A pass only to replay a part of it pays if that part is large, or used often.
         pairs = zip(layout.bindings, self.groups, strict=True)

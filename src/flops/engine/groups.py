@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flops.allocators.base import Allocator
+from flops.allocators.equal import Equal
+from flops.allocators.fixed import Fixed
 from flops.errors import CoverageError, QueryError
 from flops.estimators.base import Estimator
 from flops.passes.selection import Selection
@@ -210,3 +213,20 @@ def _check_covered(groups: Sequence[ResolvedGroup], root: nn.Module) -> None:
             "group, give them as Group(parameters=[...], estimator=SPSA(...)), or freeze them "
             "with requires_grad_(False)."
         )
+
+
+def check_allocators(groups: Sequence[ResolvedGroup], allocators: dict[str, Allocator]) -> None:
+    """Give groups with shared draws equal counts; refuse if there is no other group.
+
+    With shared draws the points' errors are correlated, and J does not describe the variance.
+    """
+    noisy = [group for group in groups if group.estimator.makes_queries]
+    for group in noisy:
+        if group.estimator.shared and not isinstance(allocators[group.name], Equal | Fixed):
+            if all(other.estimator.shared for other in noisy):
+                raise QueryError(
+                    f"group '{group.name}': all points share its draws, so their errors are "
+                    "correlated and no allocation helps; use independent draws (shared=False), "
+                    "or leave the allocator out"
+                )
+            allocators[group.name] = Equal()

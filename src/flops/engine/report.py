@@ -6,40 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from flops.engine.rows import ForwardEquivalents
 from flops.subspace.report import ShapingReport
-
-
-class ForwardEquivalents(float):
-    """Cost in forward passes of one point, with its parts.
-
-    Attributes:
-        clean: The noise-free pass, one per point.
-        queries: Rows of the queries, each weighted by the part of the model that really ran.
-        local: Local products: forward through the targets once, and twice that for the product.
-        probe: The few rows that find out the structure of a new kind of input.
-    """
-
-    clean: float
-    queries: float
-    local: float
-    probe: float
-
-    def __new__(
-        cls, clean: float = 0.0, queries: float = 0.0, local: float = 0.0, probe: float = 0.0
-    ) -> ForwardEquivalents:
-        """Sum the parts and keep them."""
-        self = super().__new__(cls, clean + queries + local + probe)
-        self.clean, self.queries, self.local, self.probe = clean, queries, local, probe
-        return self
-
-    def parts(self) -> dict[str, float]:
-        """The parts by name."""
-        return {
-            "clean": self.clean,
-            "queries": self.queries,
-            "local": self.local,
-            "probe": self.probe,
-        }
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,87 @@
-"""From query counts to rows: the plan that every rank makes alike.
+"""Rows of queries, and who runs them: the model on this machine, with prefix replay, in chunks.
 
 A row is (point, draw, sign): draw i of a point under +z, or under -z for the second half of an
-antithetic pair. Rows are ordered by point and draw and cut into chunks of nearly equal size.
+antithetic pair. Rows are ordered by point and draw and cut into chunks of nearly equal size; every
+rank makes the same plan and runs its share of it (`flops.engine.collectives`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flops.engine.collectives import Collectives
-from flops.estimators.base import BatchPlan, Plan, PointPlan, Rows
+from flops.estimators.base import (
+    Answer,
+    BatchPlan,
+    Perturbation,
+    Plan,
+    PointPlan,
+    Rows,
+    Sink,
+)
+from flops.passes.checks import check_finite
+from flops.passes.local_vjp import Gradients, LocalTarget, local_products
+from flops.passes.replay import Passes, Record
+from flops.perturb.activations import Sites
+
+
+class Ranks:
+    """The processes that share the rows of a step; here a single one, which has them all.
+
+    Attributes:
+        rank: Number of this process.
+        size: World size.
+        sent: Bytes of the messages that this process took part in.
+        messages: How many.
+    """
+
+    rank: int = 0
+    size: int = 1
+    sent: int = 0
+    messages: int = 0
+
+    def shard(self, count: int, unit: int = 1) -> tuple[int, int]:
+        """First and last + 1 of this rank's rows, in whole units."""
+        return 0, count
+
+    def bounds(self, costs: Sequence[float], size: int) -> list[int]:
+        """Bounds of the ranks' shares of rows, ``size`` of each cost in turn."""
+        return [0, size * len(costs)]
+
+    def all_gather(self, mine: Tensor, begin: int, total: int) -> Tensor:
+        """Values of all ranks side by side, where mine start at ``begin``; on the CPU."""
+        return mine
+
+    def sum_scalars(self, values: Sequence[float]) -> list[float]:
+        """Sums over the ranks."""
+        return list(values)
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says yes."""
+        return flag
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Sum of the ranks' tensors."""
+        return tensor
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """Largest of the ranks' values, entry by entry."""
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """That of rank 0, so that a last digit cannot make two different plans."""
+        return tensor
+
+    def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
+        """Sums of the ranks' gradients, which some of them may lack."""
+        return found
 
 
 def plan_rows(counts: Tensor, unit: int) -> Rows:
@@ -31,7 +98,13 @@ def plan_rows(counts: Tensor, unit: int) -> Rows:
     return Rows(points, draws, signs, weights)
 
 
-def own_chunks(plan: Plan, size: int, chunk: int, ranks: Collectives) -> Iterator[Rows]:
+def part(rows: Rows, begin: int, end: int) -> Rows:
+    """Some rows that follow each other."""
+    cut = slice(begin, end)
+    return Rows(rows.points[cut], rows.draws[cut], rows.signs[cut], rows.weights[cut])
+
+
+def own_chunks(plan: Plan, size: int, chunk: int, ranks: Ranks) -> Iterator[Rows]:
     """This rank's share of the rows of a plan, cut into chunks.
 
     Args:
@@ -42,26 +115,21 @@ def own_chunks(plan: Plan, size: int, chunk: int, ranks: Collectives) -> Iterato
     """
     if isinstance(plan, PointPlan):
         rows = plan_rows(plan.counts, plan.unit)
-        rows = rows.part(*ranks.shard(len(rows), plan.unit))
-        for begin, end in spans(len(rows), chunk, plan.unit):
-            yield rows.part(begin, end)
+        first, last = ranks.shard(len(rows.points), plan.unit)
+        for begin, end in spans(last - first, chunk, plan.unit):
+            yield part(rows, first + begin, first + end)
         return
-    begin, end = batch_bounds(plan, size, ranks)[ranks.rank : ranks.rank + 2]
-    for number in range(begin // size, -(-end // size)):
-        low, high = max(begin - number * size, 0), min(end - number * size, size)
-        for a, b in spans(high - low, chunk):
-            points = torch.arange(low + a, low + b)
+    first, last = _bounds(plan, size, ranks)
+    for number in range(first // size, -(-last // size)):
+        low, high = max(first - number * size, 0), min(last - number * size, size)
+        for begin, end in spans(high - low, chunk):
+            points = torch.arange(low + begin, low + end)
             ones = torch.ones(len(points))
             yield Rows(points, torch.full_like(points, number), ones, ones / size)
 
 
-def batch_bounds(plan: BatchPlan, size: int, ranks: Collectives) -> list[int]:
-    """Rows of a `BatchPlan` at which the ranks' shares begin and end."""
-    return shares([1 - prefix.share for prefix in plan.prefixes], size, ranks.size)
-
-
 def gathered(
-    plans: Sequence[tuple[Plan, Sequence[Tensor], torch.dtype]], size: int, ranks: Collectives
+    plans: Sequence[tuple[Plan, Sequence[Tensor], torch.dtype]], size: int, ranks: Ranks
 ) -> list[tuple[Tensor, Tensor]]:
     """Values of all ranks, in the order of each plan, and their points; one message for all.
 
@@ -78,10 +146,10 @@ def gathered(
             begin, _ = ranks.shard(len(at))
         else:
             at = torch.arange(size).repeat(len(plan.prefixes))
-            begin = batch_bounds(plan, size, ranks)[ranks.rank]
+            begin, _ = _bounds(plan, size, ranks)
         mine.append((own, begin))
         points.append(at)
-    if ranks.alone:
+    if ranks.size == 1:
         return [(own, at) for (own, _), at in zip(mine, points, strict=True)]
     whole = torch.zeros(sum(len(at) for at in points), dtype=torch.float64)
     offset = 0
@@ -89,8 +157,14 @@ def gathered(
         whole[offset + begin : offset + begin + len(own)] = own.double()
         offset += len(at)
     parts = ranks.all_gather(whole, 0, len(whole)).split([len(at) for at in points])
-    typed = [part.to(dtype) for part, (*_, dtype) in zip(parts, plans, strict=True)]
+    typed = [one.to(dtype) for one, (*_, dtype) in zip(parts, plans, strict=True)]
     return list(zip(typed, points, strict=True))
+
+
+def _bounds(plan: BatchPlan, size: int, ranks: Ranks) -> tuple[int, int]:
+    """First and last + 1 of this rank's rows of a `BatchPlan`."""
+    bounds = ranks.bounds([1 - prefix.share for prefix in plan.prefixes], size)
+    return bounds[ranks.rank], bounds[ranks.rank + 1]
 
 
 def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:
@@ -106,19 +180,175 @@ def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:
     return list(pairwise(unit * (count // unit * i // pieces) for i in range(pieces + 1)))
 
 
-def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
-    """Bounds that share out rows, ``size`` of each cost in turn, at nearly the same cost.
+class ForwardEquivalents(float):
+    """Cost in forward passes of one point, with its parts.
 
-    Returns:
-        ``ranks + 1`` numbers from 0 to the number of rows; rank r has the rows between two of them.
+    Attributes:
+        clean: The noise-free pass, one per point.
+        queries: Rows of the queries, each weighted by the part of the model that really ran.
+        local: Local products: forward through the targets once, and twice that for the product.
+        probe: The few rows that find out the structure of a new kind of input.
     """
-    most = max(costs, default=1.0)
-    ends = list(accumulate(max(c, 1e-3 * most) * size for c in costs))  # a row is never free
-    bounds = [0]
-    for rank in range(1, ranks):
-        wanted = ends[-1] * rank / ranks
-        at = bisect_left(ends, wanted)
-        before = ends[at - 1] if at else 0.0
-        row = at * size + round(size * (wanted - before) / (ends[at] - before))
-        bounds.append(max(bounds[-1], row))
-    return [*bounds, size * len(costs)]
+
+    clean: float
+    queries: float
+    local: float
+    probe: float
+
+    def __new__(
+        cls, clean: float = 0.0, queries: float = 0.0, local: float = 0.0, probe: float = 0.0
+    ) -> ForwardEquivalents:
+        """Sum the parts and keep them."""
+        self = super().__new__(cls, clean + queries + local + probe)
+        self.clean, self.queries, self.local, self.probe = clean, queries, local, probe
+        return self
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {
+            "clean": self.clean,
+            "queries": self.queries,
+            "local": self.local,
+            "probe": self.probe,
+        }
+
+
+@dataclass
+class Cost:
+    """Running totals: rows of queries, and forward equivalents of queries and local products."""
+
+    rows: int = 0
+    queries: float = 0.0
+    local: float = 0.0
+
+    def add(self, other: Cost) -> None:
+        """Charge what stands in another one."""
+        self.rows += other.rows
+        self.queries += other.queries
+        self.local += other.local
+
+
+@dataclass(frozen=True)
+class LocalRunner:
+    """Runs rows and local products of a group; see `flops.estimators.base.Runner`.
+
+    Attributes:
+        passes: Passes over the batch.
+        record: Clean outputs that are replayed.
+        size: Points of the batch.
+        chunk: Most rows in one pass.
+        cost: Charged with everything that runs.
+        ranks: Ranks that share the rows.
+    """
+
+    passes: Passes
+    record: Record
+    size: int
+    chunk: int
+    cost: Cost
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def run(self, name: str, perturbation: Perturbation, rows: Rows) -> Answer:
+        """Perturbed losses of a chunk of rows.
+
+        Raises:
+            NonFiniteLossError: If one is NaN or infinite; with several ranks they find out
+                together.
+        """
+        fast = torch.inference_mode() if perturbation.edits else nullcontext()
+        with fast:
+            losses = self.passes.run(
+                perturbation.prefix,
+                self.record,
+                rows.points,
+                edits=perturbation.edits,
+                around=perturbation.around,
+            )
+        losses = losses.clone() if losses.is_inference() else losses
+        if self.world_size == 1:
+            check_finite(losses, f"a query of group '{name}'", rows.points)
+        return Answer(losses)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the rows."""
+        return self.ranks.size
+
+    def share(self, count: int) -> tuple[int, int]:
+        """First and last + 1 of so many things that are this rank's."""
+        return self.ranks.shard(count)
+
+    def own_points(self, plan: PointPlan) -> tuple[int, int]:
+        """First and last + 1 of the points whose rows run here, with those that have none."""
+        if self.world_size == 1:
+            return 0, self.size
+        points = plan_rows(plan.counts, plan.unit).points
+        begin, end = self.ranks.shard(len(points), plan.unit)
+        if begin == end:
+            return 0, 0
+        low = int(points[begin]) if begin else 0
+        last = int(points[end - 1]) + 1
+        return low, max(last, int(points[end])) if end < len(points) else self.size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks."""
+        return self.ranks.all_sum(tensor)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Largest value over the ranks, entry by entry."""
+        return self.ranks.all_max(tensor)
+
+    def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
+        """Sum over the ranks of gradients that some of them may lack."""
+        return self.ranks.sum_gradients(found, parameters)
+
+    def charge(self, cost: float) -> None:
+        """Forward equivalents of work that is neither a query nor a local product."""
+        self.cost.local += cost
+
+    def products(
+        self,
+        sites: Sites,
+        deltas: Mapping[int, Mapping[int, Tensor]],
+        sink: Sink,
+        points: tuple[int, int] | None = None,
+        watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
+    ) -> None:
+        """Sum of the local products of some points; charged for all."""
+        calls, targets = self.passes.structure.calls, sites.local
+        low, high = points or (0, self.size)
+        last_use = {p: target.last for target in targets for p in target.parameters}
+        cuts = spans(high - low, self.chunk)
+        for number, (a, b) in enumerate(cuts):
+            begin, end = low + a, low + b
+            at = torch.arange(begin, end)
+            cut = {
+                call: {
+                    i: delta[begin:end].movedim(0, calls[call].leaves[i].axis or 0)
+                    for i, delta in by_leaf.items()
+                }
+                for call, by_leaf in deltas.items()
+            }
+
+            def take(
+                target: LocalTarget, parameter: nn.Parameter, gradient: Tensor, last: bool
+            ) -> None:
+                sink.add(parameter, gradient)
+                if last and last_use[parameter] == target.last:  # a tied one has several targets
+                    sink.complete([parameter], after=calls[target.last].end)
+
+            local_products(
+                self.passes,
+                sites.local_prefix,
+                self.record,
+                at,
+                targets,
+                cut,
+                partial(take, last=number == len(cuts) - 1),
+                watch=None if watch is None else partial(watch, at),
+            )
+        self.cost.local += self.size * self.local_share(sites)
+
+    def local_share(self, sites: Sites) -> float:
+        """Cost of the local products of a point, in forward passes."""
+        return sites.local_share(min(self.size, self.chunk))

@@ -8,29 +8,22 @@ Phase 2: gradients, group by group and parameter by parameter (`flops.engine.gra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flops.allocators.base import Allocator, Signal
-from flops.engine.allocation import (
-    PILOT,
-    counts_of,
-    learn,
-    note_demand,
-    pilot_counts,
-    pilot_share,
-)
-from flops.engine.collectives import Collectives
+from flops.allocators.base import Allocator, Learner, Signal
+from flops.allocators.budgets import note_demand
+from flops.allocators.fixed import Fixed
 from flops.engine.gradients import Collector, GroupSink, Update, Writer
 from flops.engine.groups import ResolvedGroup
-from flops.engine.layout import Layout, Layouts
-from flops.engine.rows import gathered, own_chunks
-from flops.engine.runner import Cost, LocalRunner
+from flops.engine.layout import Layout
+from flops.engine.pilot import Pilot
+from flops.engine.rows import Cost, LocalRunner, Ranks, gathered, own_chunks
+from flops.errors import QueryError
 from flops.estimators.base import (
     Answer,
     Estimate,
@@ -39,17 +32,9 @@ from flops.estimators.base import (
     Plan,
     Queries,
     Rows,
-    Runner,
 )
-from flops.estimators.variance import Collected, variance
-from flops.passes.batch import Batch
-from flops.passes.checks import (
-    RandomState,
-    check_deterministic,
-    check_finite,
-    no_autocast_cache,
-    slow_attention_path,
-)
+from flops.estimators.variance import traces_of, variance
+from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
 from flops.passes.replay import Passes
 from flops.subspace.report import ShapingReport
@@ -64,11 +49,11 @@ class Session:
         passes: Passes over this batch.
         record: Clean outputs that are replayed.
         losses: Clean losses, shape (B,); NaN if the clean pass was left out.
-        probe: Passes of a row that it took to find the layout.
-        chunk: Most rows in one pass.
-        clean: Forward equivalents of the clean pass.
-        ranks: Ranks that share the rows.
         index: Positions of the points in the data set, if given.
+        chunk: Most rows in one pass.
+        ranks: Ranks that share the rows.
+        clean: Forward equivalents of the clean pass.
+        probe: Passes of a row that it took to find the layout.
         cost: What all queries of the session cost.
     """
 
@@ -76,92 +61,102 @@ class Session:
     passes: Passes
     record: dict[int, list[Any]]
     losses: Tensor
-    probe: float
+    index: Tensor | None
     chunk: int
+    ranks: Ranks
     clean: float
-    ranks: Collectives
-    index: Tensor | None = None
+    probe: float
     cost: Cost = field(default_factory=Cost)
 
-    def queries(
-        self, group: str, key: tuple[int, ...], memory: dict[str, Any], counts: Tensor | None = None
-    ) -> Queries:
+    def queries(self, group: str, key: tuple[int, ...], memory: dict[str, Any]) -> Queries:
         """Queries of one group; counts are filled in when they are known."""
         size = len(self.losses)
-        ids = torch.arange(size) if self.index is None else self.index
+        ids = list(range(size)) if self.index is None else self.index.tolist()
         none = torch.zeros(size, dtype=torch.long)
-        return Queries(
-            group,
-            self.losses,
-            none if counts is None else counts,
-            key,
-            ids.tolist(),
-            memory,
-            frozenset(self.record),
-        )
+        return Queries(group, size, self.losses, none, key, ids, memory, frozenset(self.record))
 
     def runner(self, cost: Cost) -> LocalRunner:
         """Runs rows of this batch."""
         size = len(self.losses)
-        return LocalRunner(self.passes, self.record, size, self.chunk, self.ranks, cost)
+        return LocalRunner(self.passes, self.record, size, self.chunk, cost, self.ranks)
 
 
-@contextmanager
-def opened(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    layouts: Layouts,
-    batch: Batch,
-    reads: Callable[[Layout], bool] | None,
-    chunk: int | None,
-    ranks: Collectives,
-) -> Iterator[Session]:
-    """Look at the batch, make its clean pass, and restore the random state in the end.
+def budget_of(group: ResolvedGroup, size: int) -> int:
+    """Queries of a group for so many points, in whole units of the estimator."""
+    unit, exact = group.estimator.unit, group.queries * size
+    return int(exact + 1e-9 * exact) // unit * unit  # 1.15 * 100 is 115, not 114.99...
 
-    Args:
-        model: The model.
-        modules: Its modules by name.
-        layouts: What is known about it.
-        batch: The points.
-        reads: Whether anything reads the clean pass; None makes it in any case.
-        chunk: Most rows in one pass; None for as many as need little memory.
-        ranks: Ranks that share the rows.
+
+def floor_of(allocator: Allocator, group: ResolvedGroup) -> int:
+    """Fewest queries of a point, in whole units of the estimator."""
+    unit = group.estimator.unit
+    return -(-allocator.min_queries // unit) * unit
+
+
+def least_of(allocator: Allocator, group: ResolvedGroup) -> int:
+    """Fewest queries of a point with which a step works: its pilot, and the floor after it."""
+    unit = group.estimator.unit
+    return -(-allocator.pilot // unit) * unit + max(unit, floor_of(allocator, group))
+
+
+def counts_of(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Tensor:
+    """Counts of an allocator, in the order of the batch.
+
+    Raises:
+        QueryError: If no plan can follow them, with what was returned and what is allowed.
     """
-    state = RandomState()
-    try:
-        with slow_attention_path(), no_autocast_cache():
-            layout, probe = layouts.find(batch, state)
-            passes = Passes(model, modules, layout.structure, batch)
-            most = chunk or layout.chunk(batch.size)
-            with torch.no_grad():
-                record: Mapping[int, list[Any]] = {}
-                losses, clean = torch.full((batch.size,), torch.nan), 0.0
-                losses = losses.to(layout.structure.losses.dtype)
-                if reads is None or reads(layout):
-                    losses, record = passes.clean(layout.needed, layout.embedding)
-                    clean = float(batch.size)
-                    check_deterministic(state, modules)
-                    losses = ranks.broadcast(losses)
-                    check_finite(losses, "the clean pass")
-                yield Session(layout, passes, dict(record), losses, probe, most, clean, ranks)
-            check_deterministic(state, modules)
-    finally:
-        state.restore()
+    order = _order(allocator, signal)
+    counts = allocator.allocate(signal if order is None else signal.at(order))
+    integers = isinstance(counts, Tensor) and counts.dtype == torch.long
+    if not integers or counts.shape != signal.losses.shape:
+        raise QueryError(
+            f"group '{signal.group}': the allocator must return a LongTensor of shape "
+            f"{tuple(signal.losses.shape)}, not {counts!r}"
+        )
+    low, total = int(counts.min()), int(counts.sum())
+    if low < 0 or total == 0 or bool((counts % signal.unit).any()):
+        raise QueryError(
+            f"group '{signal.group}': the allocator must return multiples of {signal.unit}, none "
+            f"negative and not all 0, not {counts.tolist()[:8]}"
+        )
+    if group.estimator.shared and len(set(counts.tolist())) > 1:
+        raise QueryError(
+            f"group '{group.name}': its draws are shared by the batch, so every point "
+            "must get the same number of queries; make `queries` a whole number of "
+            f"draws ({group.estimator.unit} queries each), or use independent draws"
+        )
+    return counts if order is None else torch.empty_like(counts).index_copy_(0, order, counts)
+
+
+def learn(allocator: Allocator, signal: Signal, estimate: Estimate) -> None:
+    """Show a learner what the queries of this batch say about its points."""
+    if isinstance(allocator, Learner) and estimate.points is not None:
+        traces, order = traces_of(estimate, len(signal.losses)), _order(allocator, signal)
+        if order is not None:
+            signal, traces = signal.at(order), traces.at(order)
+        allocator.learn(signal, traces)
+
+
+def _order(allocator: Allocator, signal: Signal) -> Tensor | None:
+    """Points by their index, so that random choices and ties do not go by the batch's order."""
+    if signal.index is None or isinstance(allocator, Fixed):  # its counts are those of places
+        return None
+    return torch.argsort(signal.index)
 
 
 class GroupStep:
-    """One group in one step: pilot, allocation, queries; then its gradient.
+    """One group in one step: allocation and queries; then its gradient.
 
-    Counts must not depend on the noise they weight. Without a pilot the queries of a step teach
-    the allocator for the next one. With a pilot of q queries per point (charged to the budget) it
-    learns on this very batch, and the two estimates are combined with weights fixed in advance,
-
-        g = a g_pilot + (1 - a) g_later,   a = q / (q + mean later count),
-
-    never pooled by 1/A_j, which would bias the gradient.
+    Args:
+        group: The group.
+        binding: What its estimator worked out for this structure of the forward pass.
+        allocator: Of the group; it learns.
+        signal: What the allocator may know about the batch.
+        queries: The group's part of the step, without counts.
+        runner: Makes what runs the rows, given what it charges.
 
     Attributes:
-        counts: Queries of each point, the pilot included, shape (B,).
+        counts: Queries of each point, the pilot's included, shape (B,).
         dropped: Points without any query.
         noise: Trace of the covariance of the gradient; 0 if there is no sampling noise.
         snr: Squared length of the gradient over that, the noise taken off.
@@ -169,6 +164,8 @@ class GroupStep:
         loss: Mean loss, of an estimator that reads no clean pass.
         cosine: To the exact gradient, where that is known.
         estimate: Derivatives of the last queries.
+        estimation: Plans and is asked, told and collected by `QueryLoop`.
+        cost: Of the group in this step.
     """
 
     dropped: int = 0
@@ -178,6 +175,7 @@ class GroupStep:
     loss: float | None = None
     cosine: float = float("nan")
     estimate: Estimate
+    estimation: Estimation
 
     def __init__(
         self,
@@ -186,96 +184,76 @@ class GroupStep:
         allocator: Allocator,
         signal: Signal,
         queries: Queries,
-        runner: Callable[[Cost], Runner],
-        ranks: Collectives,
+        runner: Callable[[Cost], LocalRunner],
     ) -> None:
         self.group, self._binding, self.allocator = group, binding, allocator
-        self._signal, self._queries, self._ranks = signal, queries, ranks
+        self._signal, self._queries = signal, queries
         self.cost = Cost()
         self.runner = runner(self.cost)
         self.counts = queries.counts
-        self._early: tuple[Gradients, Estimate, float] | None = None
-        self.estimation = self._first()
-
-    def _first(self) -> Estimation:
-        estimator = self.group.estimator
-        self._pilot = 0
-        if estimator.minimum_queries == 0:  # it makes none
-            return self._begin(self._queries)
-        self._pilot = self.allocator.pilot
-        if not self._pilot:
-            self.counts = self._decided(counts_of(self.group, self.allocator, self._signal))
+        self._pilot: Pilot | None = None
+        if not group.estimator.makes_queries:
+            self._begin(queries)
+        elif allocator.pilot:
+            self._pilot = Pilot(allocator.pilot, signal, queries)
+            self.counts = self._pilot.counts
+            self._begin(self._pilot.given)
+        else:
+            self.counts = self._allocate(signal)
             self.dropped = int((self.counts == 0).sum())
-            return self._begin(replace(self._queries, counts=self.counts))
-        first = pilot_counts(self.group, self._pilot, self._signal)
-        self.counts = first
-        return self._begin(replace(self._queries, counts=first, key=(*self._queries.key, PILOT)))
 
-    def _decided(self, counts: Tensor) -> Tensor:
-        """Counts that all ranks share, and that a resumed step keeps."""
-        counts, decide = self._ranks.broadcast(counts), self._queries.decide
-        return counts if decide is None else decide("counts", counts)
+    def _begin(self, queries: Queries) -> None:
+        self.estimation = self.group.estimator.begin(self._binding, queries, self.runner)
 
-    def _begin(self, queries: Queries) -> Estimation:
-        estimation = self.group.estimator.begin(self._binding, queries, self.runner)
-        estimation.prepare(self.runner)
-        return estimation
+    def _allocate(self, signal: Signal) -> Tensor:
+        """Begin with counts that all ranks share, and that a resumed step keeps."""
+        counts = self.runner.ranks.broadcast(counts_of(self.group, self.allocator, signal))
+        if self._queries.decide is not None:
+            counts = self._queries.decide("counts", counts)
+        self._begin(replace(self._queries, counts=counts))
+        return counts
 
     def plan(self) -> Plan | None:
         """The rows that are wanted next; None if there are none."""
-        plan = self.estimation.plan()
-        if plan is None and self._pilot:
-            self._allocate_later()
+        plan, pilot = self.estimation.plan(), self._pilot
+        if plan is None and pilot is not None and pilot.estimate is None:
+            early = pilot.finish(self.estimation, self.runner, self.group.parameters)
+            learn(self.allocator, pilot.rest, early)
+            later = self._allocate(pilot.rest)
+            pilot.weigh(later)
+            self.counts = pilot.counts + later
             plan = self.estimation.plan()
         return plan
-
-    def _allocate_later(self) -> None:
-        """Learn from the pilot, which gives its gradient now: it is a part of the traces."""
-        found = Collected()
-        self.estimation.write(found, self.runner)
-        gradients = found.gradients
-        if self.estimation.partial:
-            gradients = self.runner.sum_gradients(gradients, self.group.parameters)
-        early = self.estimation.finish()
-        first, self._pilot = self.counts, 0
-        rest = replace(self._signal, budget=self._signal.budget - int(first.sum()))
-        learn(self.allocator, rest, early)
-        later = self._decided(counts_of(self.group, self.allocator, rest))
-        self._early = (gradients, early, pilot_share(first, later))
-        self.counts = first + later
-        self.estimation = self._begin(replace(self._queries, counts=later))
 
     def write(
         self, writer: Writer | Collector, exact: Gradients | None = None, scale: float = 1.0
     ) -> None:
         """Hand over the gradient times a scale, and let the allocator learn."""
-        size, several = self._queries.size, self._ranks.size > 1
-        parameters = self.group.parameters
-        hold = self._early is not None or (several and self.estimation.partial)
-        sink = GroupSink(writer, self.group.name, parameters, hold, exact)
-        share = 0.0 if self._early is None else self._early[2]
+        size, pilot, parameters = self._queries.size, self._pilot, self.group.parameters
+        shared = self.runner.world_size > 1 and self.estimation.partial
+        sink = GroupSink(writer, self.group.name, parameters, pilot is not None or shared, exact)
+        share = 0.0 if pilot is None else pilot.share
         self.estimation.write(sink, self.runner, (1 - share) * scale)
-        if several and self.estimation.partial:
+        if shared:
             sink.sums = self.runner.sum_gradients(sink.sums, parameters)
-        last = estimate = self.estimation.finish()
-        self.estimate = last
-        self.noise = (1 - share) ** 2 * variance(last, size)
-        if self._early is not None:
-            gradients, estimate, _ = self._early
-            for parameter, gradient in gradients.items():
+        self.estimate = first = self.estimation.finish()
+        self.noise = (1 - share) ** 2 * variance(self.estimate, size)
+        if pilot is not None and pilot.estimate is not None:
+            first = pilot.estimate
+            for parameter, gradient in pilot.gradients.items():
                 sink.add(parameter, gradient * (share * scale))
-            self.noise += share**2 * variance(estimate, size)
+            self.noise += share**2 * variance(first, size)
         else:
-            learn(self.allocator, self._signal, estimate)
+            learn(self.allocator, self._signal, first)
         sink.close()
         norm = sink.energy / scale**2
         if self.noise > 0:
             self.snr = max(0.0, norm - self.noise) / self.noise
-        self.shaping = last.shaped.report if last.shaped is not None else None
-        self.loss, self.cosine = estimate.loss, sink.cosine
-        if self.allocator.across_groups:
-            self._queries.memory["query_cost"] = self.cost.queries / max(self.cost.rows, 1)
-            note_demand(self._queries.memory, estimate, size, norm)
+        self.shaping = self.estimate.shaped.report if self.estimate.shaped is not None else None
+        self.loss, self.cosine = first.loss, sink.cosine
+        if self.allocator.across_groups and first.points is not None:
+            cost = self.cost.queries / max(self.cost.rows, 1)
+            note_demand(self._queries.memory, traces_of(first, size), norm, cost)
 
 
 @dataclass(frozen=True)
@@ -297,9 +275,7 @@ class QueryLoop:
         ranks: Ranks that share the rows.
     """
 
-    def __init__(
-        self, steps: Sequence[GroupStep], size: int, chunk: int, ranks: Collectives
-    ) -> None:
+    def __init__(self, steps: Sequence[GroupStep], size: int, chunk: int, ranks: Ranks) -> None:
         self._steps, self._size, self._chunk, self._ranks = steps, size, chunk, ranks
         self._queue: deque[tuple[int, Rows]] = deque()
         self._round: dict[int, Plan] = {}
@@ -316,7 +292,7 @@ class QueryLoop:
 
     def tell(self, query: Query, answer: Answer) -> None:
         """What the rows showed; charged to their group."""
-        step, count = query.step, len(query.rows)
+        step, count = query.step, len(query.rows.points)
         step.cost.rows += count
         step.cost.queries += count * (1 - query.perturbation.prefix.share)
         values = step.estimation.tell(query.rows, answer)
@@ -324,6 +300,7 @@ class QueryLoop:
 
     def _advance(self) -> bool:
         """Meet the other ranks, and find out what is wanted next."""
+        several = self._ranks.size > 1
         if self._round:
             self._meet()
         self._round = {}
@@ -331,13 +308,13 @@ class QueryLoop:
             plan = step.plan()
             if plan is not None:
                 self._round[number] = plan
-                if self._ranks.alone:  # nobody waits: one group's noise at a time
+                if not several:  # nobody waits: one group's noise at a time
                     break
         self._values = {number: [] for number in self._round}
         for number, plan in self._round.items():
             chunks = own_chunks(plan, self._size, self._chunk, self._ranks)
             self._queue.extend((number, rows) for rows in chunks)
-        if not self._round and not self._ranks.alone:
+        if several and not self._round:
             self._settle()
         return bool(self._round)
 
@@ -349,7 +326,7 @@ class QueryLoop:
         )
         for number, (values, points) in zip(self._round, found, strict=True):
             step = self._steps[number]
-            if not self._ranks.alone:  # all ranks refuse them alike
+            if self._ranks.size > 1:  # all ranks refuse them alike
                 check_finite(values, f"queries of group '{step.group.name}'", points)
             step.estimation.collect(values, points, step.runner)
 
@@ -367,9 +344,7 @@ Run = Callable[[Query], Answer]
 
 def run_query(query: Query) -> Answer:
     """Run a query on the model."""
-    runner = query.step.runner
-    assert isinstance(runner, LocalRunner)
-    return runner.run(query.step.group.name, query.perturbation, query.rows)
+    return query.step.runner.run(query.step.group.name, query.perturbation, query.rows)
 
 
 def run_queries(steps: Sequence[GroupStep], session: Session, run: Run = run_query) -> None:
@@ -406,29 +381,3 @@ def write_gradients(
             del session.record[call]
         step.write(writer, exact, scale)
         session.cost.add(step.cost)
-
-
-@dataclass(frozen=True)
-class Spent:
-    """A group's gradient that goes nowhere, and the step behind it."""
-
-    gradients: Gradients
-    step: GroupStep
-
-
-def spend(
-    session: Session,
-    group: ResolvedGroup,
-    binding: Any,
-    allocator: Allocator,
-    signal: Signal,
-    queries: Queries,
-    run: Run = run_query,
-) -> Spent:
-    """Both phases of one group, into a dict instead of ``.grad``; for diagnostics and studies."""
-    step = GroupStep(group, binding, allocator, signal, queries, session.runner, session.ranks)
-    run_queries([step], session, run)
-    found = Collector()
-    step.write(found)
-    session.cost.add(step.cost)
-    return Spent(found.gradients, step)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flops.engine.groups import ResolvedGroup
 from flops.engine.layout import Layout
-from flops.engine.runner import BACKWARD
+from flops.estimators.exact import BACKWARD
 
 HEADERS = ("group", "targets", "parameters", "noise", "estimator", "queries", "query cost")
 UNKNOWN = "?"
@@ -27,9 +27,9 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
             binding = layout.bindings[number]
             noise = f"{binding.noise_size:,}" if binding.noise_size else "-"
             share = 1 - binding.replayed_share
-            exact = group.estimator.minimum_queries == 0  # backpropagation makes no queries
-            cost = "-" if exact else f"{share:.2f}"
-            total += BACKWARD if exact else share * group.queries
+            queries = group.estimator.makes_queries
+            cost = f"{share:.2f}" if queries else "-"
+            total += share * group.queries if queries else BACKWARD
         rows.append(
             (
                 group.name,
@@ -37,7 +37,7 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
                 f"{sum(p.numel() for p in group.parameters):,}",
                 noise,
                 type(group.estimator).__name__ + (" shaped" if group.estimator.shaping else ""),
-                "-" if group.estimator.minimum_queries == 0 else f"{group.queries:g}",
+                f"{group.queries:g}" if group.estimator.makes_queries else "-",
                 cost,
             )
         )

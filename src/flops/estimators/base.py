@@ -16,8 +16,6 @@ Up to `collect` nothing may change but the estimation itself.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +24,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flops.errors import PrecisionWarning
 from flops.passes.intercept import Action
 from flops.passes.local_vjp import Gradients, LocalTarget
 from flops.passes.replay import Edit, Passes, Prefix
 from flops.passes.selection import Selection
+from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws
 from flops.subspace.config import Shaping
 from flops.subspace.step import Decide, ShapedEstimate
-
-ROUNDING_UNITS = 50
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,7 @@ class Queries:
 
     Attributes:
         name: The group's name.
+        size: Number of points B.
         losses: Clean losses, shape (B,); NaN if there was no clean pass.
         counts: Queries per point, shape (B,).
         key: (seed, step, group), the key of all noise.
@@ -57,6 +54,7 @@ class Queries:
     """
 
     name: str
+    size: int
     losses: Tensor
     counts: Tensor
     key: tuple[int, ...]
@@ -65,11 +63,6 @@ class Queries:
     recorded: frozenset[int] = frozenset()
     clean: Tensor | None = None
     decide: Decide | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of points B."""
-        return len(self.losses)
 
 
 @dataclass(frozen=True)
@@ -84,14 +77,6 @@ class Rows:
     draws: Tensor
     signs: Tensor
     weights: Tensor
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def part(self, begin: int, end: int) -> Rows:
-        """Some rows that follow each other."""
-        cut = slice(begin, end)
-        return Rows(self.points[cut], self.draws[cut], self.signs[cut], self.weights[cut])
 
 
 @dataclass(frozen=True)
@@ -206,14 +191,13 @@ class Runner(Protocol):
         """Sum over the ranks of gradients that some of them may lack."""
         ...
 
-    def local_share(self, prefix: Prefix, targets: Sequence[LocalTarget]) -> float:
-        """Cost of the local products of one point, in forward passes."""
+    def local_share(self, sites: Sites) -> float:
+        """Cost of the local products of a point, in forward passes."""
         ...
 
     def products(
         self,
-        prefix: Prefix,
-        targets: Sequence[LocalTarget],
+        sites: Sites,
         deltas: Mapping[int, Mapping[int, Tensor]],
         sink: Sink,
         points: tuple[int, int] | None = None,
@@ -222,8 +206,7 @@ class Runner(Protocol):
         """Sum of the local products of some points; charged for all. See `flops.passes.local_vjp`.
 
         Args:
-            prefix: What is replayed.
-            targets: In the order in which they end.
+            sites: Where the noise was, with the targets in the order in which they end.
             deltas: Of shape (B, ...), with their batch first here.
             sink: Where the gradients go.
             points: First and last + 1 of the points; None for all of them.
@@ -231,10 +214,8 @@ class Runner(Protocol):
         """
         ...
 
-    def backpropagate(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-        """Exact gradients of this rank's part of the mean loss, and the losses; charged."""
+    def charge(self, cost: float) -> None:
+        """Forward equivalents of work that is neither a query nor a local product."""
         ...
 
 
@@ -248,10 +229,6 @@ class Estimation(ABC):
 
     partial: bool = False
     dtype: torch.dtype = torch.float32
-
-    def prepare(self, runner: Runner) -> None:
-        """Work of the first phase that is no query (backpropagation)."""
-        return
 
     @abstractmethod
     def plan(self) -> Plan | None:
@@ -286,48 +263,39 @@ class Estimator(ABC):
     """Estimates the gradient of the mean loss with respect to a group's parameters.
 
     Attributes:
-        unit: Queries per draw: 1, or 2 for antithetic pairs.
-        minimum_queries: Fewest queries per point; 0 if it makes none.
         sigma: Noise scale; None without noise.
         shaping: Options of shaped noise; None for isotropic noise.
         shared: Whether all points of the batch see the same draw; counts must then be equal.
         seeded: Whether its gradients follow from keys and scalars (`Sink.add_draws`).
         whole_model: Whether the estimate contains all uses of a parameter wherever they are.
+        makes_queries: Whether it makes any; backpropagation does not.
+        unit: Queries per draw: 1, or 2 for antithetic pairs.
+        minimum_queries: Fewest queries per point; 0 if it makes none.
         reads_clean: Whether it looks at the clean losses. Where nothing does, there is no clean
             pass, and `Estimate.loss` is reported instead.
     """
 
-    @property
-    def sigma(self) -> float | None:  # noqa: D102
-        return None
-
-    @property
-    def shaping(self) -> Shaping | None:  # noqa: D102
-        return None
-
-    @property
-    def shared(self) -> bool:  # noqa: D102
-        return False
-
-    @property
-    def seeded(self) -> bool:  # noqa: D102
-        return False
-
-    @property
-    def whole_model(self) -> bool:  # noqa: D102
-        return False
+    sigma: float | None = None
+    shaping: Shaping | None = None
+    shared: bool = False
+    whole_model: bool = False
+    makes_queries: bool = True
 
     @property
     def unit(self) -> int:  # noqa: D102
         return 1
 
     @property
-    def minimum_queries(self) -> int:  # noqa: D102
-        return self.unit
+    def seeded(self) -> bool:  # noqa: D102
+        return False
 
     @property
     def reads_clean(self) -> bool:  # noqa: D102
         return True
+
+    @property
+    def minimum_queries(self) -> int:  # noqa: D102
+        return self.unit if self.makes_queries else 0
 
     def check(self, selection: Selection) -> None:
         """Refuse a group that this estimator cannot serve, before any pass."""
@@ -344,32 +312,3 @@ class Estimator(ABC):
     @abstractmethod
     def begin(self, binding: Any, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step; nothing in the model may change."""
-
-
-def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None = None) -> None:
-    """Warn, once per group, when loss differences are near the rounding of the loss itself."""
-    changed = differences[differences != 0]  # an error rate changes seldom, and is not rounded
-    differences = changed if len(changed) else differences
-    if loss is None:
-        loss = float(queries.losses.abs().median())
-    unit = torch.finfo(differences.dtype).eps * max(1.0, abs(loss))
-    median = float(differences.abs().median())
-    if median < ROUNDING_UNITS * unit and not queries.memory.get("warned_of_rounding"):
-        queries.memory["warned_of_rounding"] = True
-        nothing = " (or the loss does not depend on this group)" if median == 0 else ""
-        warnings.warn(
-            f"group '{queries.name}': the median loss difference {median:.1e} is under "
-            f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding is felt in the "
-            f"directional derivatives of easy points; raise sigma{nothing}, or see "
-            "`flops.diagnose`",
-            PrecisionWarning,
-            stacklevel=users_frame(),
-        )
-
-
-def users_frame() -> int:
-    """How far up the stack the user's code is, for warnings that point there."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flops.allocators.rounding import round_counts
+from flops.allocators.counts import round_counts
 from flops.estimators.base import (
     Answer,
     BatchPlan,
@@ -34,10 +34,9 @@ from flops.estimators.base import (
     Rows,
     Runner,
     Sink,
-    warn_if_rounding,
 )
 from flops.estimators.spsa import SPSA
-from flops.estimators.variance import Collected
+from flops.estimators.variance import Collected, warn_if_rounding
 from flops.passes.binding import Binding
 from flops.passes.intercept import Action, Forward
 from flops.passes.local_vjp import Gradients

@@ -15,9 +15,11 @@ from flops.passes.batch import Batch
 from flops.passes.binding import Binding
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
-from flops.passes.replay import Passes
+from flops.passes.replay import Passes, nothing
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
+
+BACKWARD = 3.0  # forward equivalents of backpropagation, per point
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Exact(Estimator):
     """
 
     whole_model = True
-    minimum_queries = 0
+    makes_queries = False
     reads_clean = False
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> WholeModel:
@@ -38,7 +40,7 @@ class Exact(Estimator):
 
     def begin(self, binding: WholeModel, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
-        return _Backward(binding.selection, queries)
+        return _Backward(binding.selection, queries, runner)
 
 
 class _Backward(Estimation):
@@ -46,28 +48,21 @@ class _Backward(Estimation):
 
     partial = True
 
-    def __init__(self, selection: Selection, queries: Queries) -> None:
-        self._selection, self._queries = selection, queries
-        self._found: list[tuple[nn.Parameter, Tensor]] = []
-        self._loss = float("nan")
-
-    def prepare(self, runner: Runner) -> None:
-        """Gradients of this rank's points."""
-        parameters: Sequence[nn.Parameter] = self._selection.parameters
-        gradients, losses = runner.backpropagate(parameters)
+    def __init__(self, selection: Selection, queries: Queries, runner: Runner) -> None:
+        begin, end = runner.share(queries.size)
+        gradients, losses = _backpropagate(selection.parameters, begin, end, queries.size, runner)
         if len(losses) and not losses.requires_grad:
             raise CoverageError(
-                f"group '{self._selection.name}': the loss does not depend differentiably on "
+                f"group '{selection.name}': the loss does not depend differentiably on "
                 "its parameters (the model detaches, or runs outside torch), so it cannot be "
                 "backpropagated; use LikelihoodRatio, SPSA or ES"
             )
-        begin, _ = runner.share(self._queries.size)
-        whole = torch.zeros(self._queries.size, dtype=self._queries.losses.dtype)
-        whole[begin : begin + len(losses)] = losses.detach().to("cpu", whole.dtype)
+        whole = torch.zeros(queries.size, dtype=queries.losses.dtype)
+        whole[begin:end] = losses.detach().to("cpu", whole.dtype)
         whole = runner.sum(whole)
         check_finite(whole, "the forward pass")
         self._loss = float(whole.mean())
-        pairs = zip(parameters, gradients, strict=True)
+        pairs = zip(selection.parameters, gradients, strict=True)
         self._found = [(p, g) for p, g in pairs if g is not None]
 
     def plan(self) -> None:
@@ -84,6 +79,25 @@ class _Backward(Estimation):
     def finish(self) -> Estimate:
         """The mean loss."""
         return Estimate(loss=self._loss)
+
+
+def _backpropagate(
+    parameters: Sequence[nn.Parameter], begin: int, end: int, size: int, runner: Runner
+) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Exact gradients of some points' part of the mean loss, and their losses."""
+    runner.charge(BACKWARD * size)
+    if begin == end:
+        return [None] * len(parameters), torch.empty(0)
+    alone = runner.world_size == 1
+    with torch.enable_grad():
+        passes = runner.passes
+        losses = passes.run(nothing(passes.structure), {}, torch.arange(begin, end))
+        if alone:
+            check_finite(losses.detach(), "the forward pass")
+        if not losses.requires_grad:
+            return [None] * len(parameters), losses
+        mean = losses.mean() if alone else losses.sum() / size
+        return torch.autograd.grad(mean, parameters, allow_unused=True), losses
 
 
 class WholeModel(Binding):

@@ -34,10 +34,8 @@ from flops.estimators.base import (
     Rows,
     Runner,
     Sink,
-    users_frame,
-    warn_if_rounding,
 )
-from flops.estimators.variance import LeafEnergies, jacobian_energy
+from flops.estimators.variance import LeafEnergies, jacobian_energy, users_frame, warn_if_rounding
 from flops.passes.local_vjp import LocalTarget
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
@@ -46,9 +44,8 @@ from flops.perturb.activation_checks import check_bypass, check_foreign, check_s
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import negative, values
 from flops.perturb.random import KINDS, Kind, NoiseStream
+from flops.subspace.basis import Grid, Space, grid
 from flops.subspace.config import Shaping
-from flops.subspace.measurements import Space
-from flops.subspace.moments import Grid, grid
 from flops.subspace.step import ShapedStep
 
 Targets = Literal["leaf", "block", "stage"]
@@ -256,7 +253,7 @@ class _Isotropic(Estimation):
         own = None if self._repeat else runner.own_points(self._counts)
         deltas = binding.split(self._delta.mul_(scale / self._queries.size))
         self._delta = torch.empty(0)
-        runner.products(binding.local_prefix, binding.local, deltas, sink, own, energies.see)
+        runner.products(binding, deltas, sink, own, energies.see)
         if energies.closed:
             self._factors = runner.max(energies.total)
 
@@ -337,7 +334,7 @@ class _Shaped(Estimation):
         self._factors = jacobian_energy(binding, self._queries, runner)
         deltas = binding.split(self._step.delta * (scale / size))
         own = runner.share(size) if runner.world_size > 1 else None
-        runner.products(binding.local_prefix, binding.local, deltas, sink, own)
+        runner.products(binding, deltas, sink, own)
 
     def finish(self) -> Estimate:
         """Derivatives, energies and errors."""
@@ -368,7 +365,7 @@ def _repeat(binding: Sites, queries: Queries, runner: Runner) -> bool:
     """
     parameters = dict.fromkeys(p for target in binding.local for p in target.parameters)
     smaller = queries.size * binding.size < sum(p.numel() for p in parameters)
-    return smaller and runner.local_share(binding.local_prefix, binding.local) <= CHEAP
+    return smaller and runner.local_share(binding) <= CHEAP
 
 
 def _grids(

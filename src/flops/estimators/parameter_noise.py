@@ -29,10 +29,10 @@ from flops.estimators.base import (
     Rows,
     Runner,
     Sink,
-    warn_if_rounding,
 )
 from flops.estimators.shaped_parameters import ShapedParameters, check_size
 from flops.estimators.shared_parameters import SharedEstimation
+from flops.estimators.variance import warn_if_rounding
 from flops.passes.intercept import Action, Forward
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection

@@ -36,9 +36,8 @@ from flops.passes.intercept import Action, Forward
 from flops.perturb.parameter_calls import Entry, Unit, Units
 from flops.perturb.random import Kind
 from flops.perturb.rowwise import batch_first, generic, used_tokens
+from flops.subspace.basis import Grid, Space
 from flops.subspace.config import Shaping
-from flops.subspace.measurements import Space
-from flops.subspace.moments import Grid
 from flops.subspace.step import ShapedStep
 
 LARGEST = 65_536  # noise values of a row

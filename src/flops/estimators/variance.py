@@ -15,6 +15,8 @@ product; it varies little over the points and slowly over the steps.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flops.allocators.base import Traces
+from flops.errors import PrecisionWarning
 from flops.estimators.base import Estimate, Queries, Runner
 from flops.passes.inner_products import inner
 from flops.passes.local_vjp import Gradients, LocalTarget, add_gradients
@@ -31,6 +34,7 @@ from flops.perturb.draws import Draws
 from flops.perturb.random import NoiseStream
 
 ENERGY_STEPS = 8
+ROUNDING_UNITS = 50
 CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
@@ -136,7 +140,7 @@ def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
         deltas = sites.split(_signs(sites, queries, *own))
         # Gradients that several ranks have a part of are summed before they are measured.
         found = Energy() if runner.world_size == 1 else Collected()
-        runner.products(sites.local_prefix, sites.local, deltas, found, own)
+        runner.products(sites, deltas, found, own)
         if isinstance(found, Energy):
             now = found.total
         else:
@@ -174,7 +178,7 @@ def traces_of(estimate: Estimate, size: int) -> Traces:
     squares, draws = mean_by_point(estimate.derivatives.double().square(), estimate.points, size)
     if estimate.shaped is not None:  # known directions would count too much or too little
         squares = estimate.shaped.energy.double()
-    return Traces(squares, draws, torch.as_tensor(estimate.factors).double().expand(size))
+    return Traces(squares * torch.as_tensor(estimate.factors).double(), draws)
 
 
 def variance(estimate: Estimate, size: int) -> float:
@@ -200,3 +204,32 @@ def variance(estimate: Estimate, size: int) -> float:
 def energy(gradients: Gradients) -> float:
     """|g|^2 over all parameters."""
     return sum(inner(g, g) for g in gradients.values())
+
+
+def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None = None) -> None:
+    """Warn, once per group, when loss differences are near the rounding of the loss itself."""
+    changed = differences[differences != 0]  # an error rate changes seldom, and is not rounded
+    differences = changed if len(changed) else differences
+    if loss is None:
+        loss = float(queries.losses.abs().median())
+    unit = torch.finfo(differences.dtype).eps * max(1.0, abs(loss))
+    median = float(differences.abs().median())
+    if median < ROUNDING_UNITS * unit and not queries.memory.get("warned_of_rounding"):
+        queries.memory["warned_of_rounding"] = True
+        nothing = " (or the loss does not depend on this group)" if median == 0 else ""
+        warnings.warn(
+            f"group '{queries.name}': the median loss difference {median:.1e} is under "
+            f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding is felt in the "
+            f"directional derivatives of easy points; raise sigma{nothing}, or see "
+            "`flops.diagnose`",
+            PrecisionWarning,
+            stacklevel=users_frame(),
+        )
+
+
+def users_frame() -> int:
+    """How far up the stack the user's code is, for warnings that point there."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from flops.allocators import Allocator, Fixed, Signal
-from flops.engine.allocation import budget_of, counts_of, floor_of
+from flops.diagnostics.spend import Spent, spend
 from flops.engine.groups import ResolvedGroup
-from flops.engine.step import Query, Session, Spent, run_query, spend
+from flops.engine.step import Query, Session, budget_of, counts_of, floor_of, run_query
 from flops.estimators.base import Answer, Queries
 
 
@@ -41,7 +41,7 @@ class RememberedLosses:
         place = (rows.points, rows.draws, (rows.signs < 0).long())
         if bool(torch.isnan(self.losses[place]).any()):
             self.losses[place] = run_query(query).losses.cpu()
-            self.runs += len(rows)
+            self.runs += len(rows.points)
         return Answer(self.losses[place])
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from flops.allocators import Bernoulli, Fixed, Gaussian, Signal, Traces
-from flops.allocators.objective import feasible, integer_optimum, objective
+from flops.allocators.counts import feasible, integer_optimum, objective
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.estimators import LikelihoodRatio
@@ -157,7 +157,7 @@ def theorem2(seed: int = 0) -> Theorem2:
 
 def _learned(signal: Signal, traces: Tensor) -> Gaussian:
     allocator = Gaussian()
-    known = Traces(traces, torch.full_like(traces, 1e6), torch.ones_like(traces))
+    known = Traces(traces, torch.full_like(traces, 1e6))
     allocator.fit(signal, known, 400)
     return allocator
 

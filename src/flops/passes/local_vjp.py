@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, Leave
 from flops.passes.replay import Passes, Prefix, Record
-from flops.passes.structure import Structure
+from flops.passes.structure import Call, Structure
 
 Gradients = dict[nn.Parameter, Tensor]
 Take = Callable[["LocalTarget", nn.Parameter, Tensor], None]
@@ -61,6 +61,39 @@ def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, gradient in more.items():
         # Not in place: autograd may hand out one tensor for two parameters.
         into[parameter] = into[parameter] + gradient if parameter in into else gradient
+
+
+def local_share(
+    structure: Structure, prefix: Prefix, targets: Sequence[LocalTarget], rows: int
+) -> float:
+    """Cost of the local products of one point, in forward passes.
+
+    From the prefix to the last target, and twice through the targets for their products.
+
+    Args:
+        structure: Of the forward pass.
+        prefix: What is replayed.
+        targets: The targets.
+        rows: Of a pass, by which a stage decides what it computes again.
+    """
+    calls = structure.calls
+    forward = _work(structure, 0, max(calls[t.last].end for t in targets)) - prefix.share
+    again = [calls[c] for t in targets for c in recomputed(structure, t, rows)]
+    spans = [(calls[t.first].start, calls[t.last].end) for t in targets]
+    return forward + structure.share(again) + 2 * sum(_work(structure, a, b) for a, b in spans)
+
+
+def _work(structure: Structure, first: int, last: int) -> float:
+    """Share of a forward pass that the outermost calls inside a span of time do."""
+    chosen: list[Call] = []
+    inside: set[int] = set()
+    for call in structure.calls:
+        if call.parent in inside:
+            inside.add(call.number)
+        elif call.start >= first and call.end <= last:
+            chosen.append(call)
+            inside.add(call.number)
+    return structure.share(chosen)
 
 
 def local_products(

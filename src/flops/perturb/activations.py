@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.passes.binding import Binding
-from flops.passes.local_vjp import LocalTarget
+from flops.passes.local_vjp import LocalTarget, local_share
 from flops.passes.replay import Edit, Passes, Prefix, nothing
 from flops.passes.structure import FOLDED, Call, Leaf, Use
 from flops.perturb.noise_tables import values as noise_values
@@ -77,6 +77,13 @@ class Sites(Binding):
         self.prefixes = (self.query_prefix, self.local_prefix)
         # From the start: what stands between replayed calls runs again, and may read a parameter.
         self.local_span = (0, max(calls[t.last].end for t in local))
+        self._shares: dict[int, float] = {}
+
+    def local_share(self, rows: int) -> float:
+        """Cost of the local products of a point in passes of so many rows, in forward passes."""
+        if rows not in self._shares:
+            self._shares[rows] = local_share(self.structure, self.local_prefix, self.local, rows)
+        return self._shares[rows]
 
     def covers(self, use: Use) -> bool:
         """Inside one of the targets, for a parameter of that target."""

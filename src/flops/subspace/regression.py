@@ -1,27 +1,133 @@
-"""Regression: the posterior estimate of each point's gradient, and what it still misses.
+"""Regression: the posterior estimate of each point's gradient, what it misses, what it teaches.
 
     delta = lift(c + tail) + eta * correction
 
-c are the measured coordinates and tail the posterior mean of all others
-(`posterior`): the least squared error *of each point*. The correction is the
-isotropic queries' mean of held-out residual times noise, which makes the mean over draws exact, and
-is far noisier. But errors of the points that point the same way add up in a batch, while noise
-averages out; so eta is the share of signal in the batch's summed correction, running over the
-steps: 0 if nothing coherent is missed.
+c are the measured coordinates and tail the posterior mean of all others (`posterior`): the least
+squared error *of each point*. The correction is the isotropic queries' mean of held-out residual
+times noise, which makes the mean over draws exact, and is far noisier. But errors of the points
+that point the same way add up in a batch, while noise averages out; so eta is the share of signal
+in the batch's summed correction, running over the steps: 0 if nothing coherent is missed.
+
+Which point makes which draw is decided on the CPU; noise, basis and derivatives are on the device
+of what is perturbed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flops.subspace.measurements import Measurements
+from flops.perturb.random import NoiseStream
+from flops.subspace.basis import Basis, Change, Moments, Space
 
+FITTED = 512  # isotropic draws of a point that are fitted, at most: a fit costs their cube
+BLOCK = 4_000_000  # noise values, or entries of kernels, in one block of points
 RIDGES = (1.0, 1 / 3, 3.0)  # the one in use and two others, by leave-one-out residuals
 LEAST = 1e-6  # of the noise in a fit, relative to its kernel
 CLEARLY = 1 - 1e-6  # another ridge must be better than rounding, which processes differ in
+
+
+class Isotropic:
+    """Isotropic noise of all points, kept if it is small, else made anew when it is wanted.
+
+    Args:
+        space: Where the noise goes.
+        iso: Draws of each point, shape (B,), on the CPU.
+    """
+
+    def __init__(self, space: Space, iso: Tensor) -> None:
+        self._dtype, size = space.dtype, space.dimensions
+        self._stream = NoiseStream(
+            space.noise, space.key, space.ids, iso.tolist(), size, space.device
+        )
+        self._start = iso.cumsum(0) - iso
+        small = int(iso.sum()) * size <= BLOCK
+        kept = int(iso.sum()) if small else 0
+        self._kept = torch.zeros(kept, size, dtype=self._dtype, device=space.device)
+        self._have = torch.zeros(len(self._kept), dtype=torch.bool)
+
+    def rows(self, points: Tensor, draws: Tensor) -> Tensor:
+        """Noise of these draws; a point's must be consecutive."""
+        at = self._start[points] + draws
+        if len(self._kept) and bool(self._have[at].all()):
+            return self._kept[at]
+        rows = self._stream.rows(points, draws).to(self._dtype)
+        if len(self._kept):
+            self._kept[at], self._have[at] = rows, True
+        return rows
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The queries of a step and what they showed.
+
+    Attributes:
+        space: Where the noise went.
+        known: The basis.
+        noise: The isotropic draws.
+        iso: How many each point has, shape (B,).
+        draws: All draws of each point, shape (B,).
+        prior: Expected energy share of each direction, shape (B, m) or (1, m).
+        measured: Which directions were measured, shape (B, m).
+        w: Directional derivative of each draw, shape (B, most draws).
+        c: Measured coordinates, shape (B, m).
+    """
+
+    space: Space
+    known: Basis
+    noise: Isotropic
+    iso: Tensor
+    draws: Tensor
+    prior: Tensor
+    measured: Tensor
+    w: Tensor
+    c: Tensor
+
+    @property
+    def fitted(self) -> Tensor:
+        """Isotropic draws that are looked at, shape (B,)."""
+        return self.iso.clamp(max=FITTED)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Points with like numbers n of isotropic draws.
+
+        Yields points, which draws are real, shape (b, n), and their noise, shape
+        (b, n, dimensions), zero in the padding.
+        """
+        count = self.fitted
+        order = count.argsort(stable=True)
+        order = order[count[order] > 0]
+        for points in _cut(order, count, self.space.dimensions):
+            real = torch.arange(int(count[points].max())) < count[points].unsqueeze(1)
+            place, draw = torch.nonzero(real).unbind(1)
+            noise = self.w.new_zeros(*real.shape, self.space.dimensions)
+            noise[real] = self.noise.rows(points[place], draw)
+            yield points, real.to(noise.device), noise
+
+    def unfitted(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Points, numbers and noise of the isotropic draws beyond those, shape (rows,)."""
+        real = torch.arange(int(self.iso.max())) < self.iso.unsqueeze(1)
+        points, draws = torch.nonzero(real[:, FITTED:]).unbind(1)
+        size = max(1, BLOCK // self.space.dimensions)
+        for at, draw in zip(points.split(size), (draws + FITTED).split(size), strict=True):
+            if len(at):
+                yield at, draw, self.noise.rows(at, draw)
+
+
+def _cut(order: Tensor, iso: Tensor, dimensions: int) -> Iterator[Tensor]:
+    """Runs of points, sorted by draws, whose noise and kernels fit into a block."""
+    start, counts = 0, iso[order].tolist()
+    for end, count in enumerate(counts):
+        size = (end + 1 - start) * count * max(dimensions, count)
+        uneven = count > 2 * counts[start] and size > BLOCK // 16  # mostly padding
+        if end > start and (uneven or size > BLOCK):
+            yield order[start:end]
+            start = end
+    if counts:
+        yield order[start:]
 
 
 @dataclass(frozen=True)
@@ -113,14 +219,6 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
     return Regression(inside, tail, outside, correction, missed, error, ridge)
 
 
-def coherence(measurements: Measurements, found: Regression) -> tuple[float, float]:
-    """Squared length of the batch's summed correction, and the part of it that is noise."""
-    live = measurements.iso > 0
-    fitted = measurements.fitted[live].to(found.error.device)
-    noise = (found.error * measurements.space.dimensions)[live] / fitted
-    return float(found.correction.sum(0).square().sum()), float(noise.sum())
-
-
 @dataclass(frozen=True)
 class Posterior:
     """A fit of every point's residuals; rows of padding are zero.
@@ -162,3 +260,95 @@ def posterior(kernel: Tensor, r: Tensor, noise: Tensor, real: Tensor) -> Posteri
     shares = held_out / real.sum(1, keepdim=True).clamp(min=1)
     without = torch.where(real, alpha - (inverse @ shares.unsqueeze(2)).squeeze(2), 0.0)
     return Posterior(torch.where(real, alpha, 0.0).to(r), held_out.to(r), without.to(r))
+
+
+def coherence(measurements: Measurements, found: Regression) -> tuple[float, float]:
+    """Squared length of the batch's summed correction, and the part of it that is noise."""
+    live = measurements.iso > 0
+    fitted = measurements.fitted[live].to(found.error.device)
+    noise = (found.error * measurements.space.dimensions)[live] / fitted
+    return float(found.correction.sum(0).square().sum()), float(noise.sum())
+
+
+def explained_variance(found: Regression) -> tuple[float, float]:
+    """Share of the energy that was measured, and its standard error over the points."""
+    whole = found.energy.sum()
+    missed = found.missed.sum() / whole
+    error = (found.missed - missed * found.energy).square().sum().sqrt() / whole
+    return 1 - float(missed), float(error)
+
+
+def explained_by_site(measurements: Measurements, found: Regression) -> list[float]:
+    """Share of each site's energy that was measured in this step.
+
+    Residuals do not tell the sites apart, so what they miss in all is split by the energies of
+    the plain estimates outside, without their noise.
+    """
+    n = measurements.iso.clamp(min=1).to(found.missed)
+    measured, missed = [], []
+    for g in measurements.space.grids:
+        square = g.cut(found.outside).square().sum((1, 2)) - found.missed * g.size / n
+        missed.append(max(1e-300, float((square * n / (n + 1)).sum())))
+        measured.append(float(g.cut(found.inside).square().sum()))
+    scale = float(found.missed.sum()) / sum(missed)
+    return [a / max(a + b * scale, 1e-300) for a, b in zip(measured, missed, strict=True)]
+
+
+def learn(
+    measurements: Measurements,
+    found: Regression,
+    moments: Sequence[Moments],
+    keep: float,
+    step: int,
+    losses: Tensor,
+) -> list[Moments]:
+    """The moments after this step.
+
+    A point's weight is that of inverse variance: the noise of its outer product is about its
+    energy over its number of isotropic queries. For Gaussian z,
+    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was measured.
+    """
+    space, known = measurements.space, measurements.known
+    n = measurements.iso.clamp(min=1).to(space.device, space.dtype)
+    resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
+    live = (found.energy > (10 * resolution) ** 2) & (measurements.iso > 0).to(space.device)
+    weight = torch.where(live, n.square() / torch.where(live, found.energy, 1.0), 0.0)
+    over = 1 / (n + 1)
+    plus = (found.inside + found.outside) * weight.sqrt().unsqueeze(1)
+    minus = found.outside * (weight * over).sqrt().unsqueeze(1)
+    floor = weight * (1 - over) * found.missed / n
+    cover = (floor.unsqueeze(1) * measurements.measured).sum(0)
+    learned = []
+    for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
+        mine = torch.nonzero(known.site == s).flatten()
+        used = torch.full_like(floor, g.positions)
+        if not g.aligned and space.mask is not None:
+            used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)
+        over_channels = _change(
+            g.cut(plus).flatten(0, 1),
+            g.cut(minus).flatten(0, 1),
+            float((floor * used).sum()),
+            known.channels[s],
+            known.column[mine],
+            cover[mine],
+        )
+        positions = m.positions
+        if positions is not None:
+            over_positions = _change(
+                g.cut(plus).transpose(1, 2).flatten(0, 1),
+                g.cut(minus).transpose(1, 2).flatten(0, 1),
+                float(floor.sum()) * g.channels,
+                known.positions[s],
+                known.row[mine],
+                cover[mine],
+            )
+            positions = positions.updated(keep, over_positions, step)
+        learned.append(Moments(positions, m.channels.updated(keep, over_channels, step)))
+    return learned
+
+
+def _change(
+    plus: Tensor, minus: Tensor, floor: float, vectors: Tensor, number: Tensor, cover: Tensor
+) -> Change:
+    summed = plus.new_zeros(vectors.size(1)).index_add_(0, number, cover)
+    return Change(plus, minus, floor, vectors, summed)

@@ -1,13 +1,15 @@
 """One step of shaped noise: measure where the gradient lives, and learn from the rest.
 
-A share of the queries is isotropic and sees what the basis misses; the others measure its
-directions (`flops.subspace.measurements`). They give the estimate (`flops.subspace.regression`),
-the explained variance, and the second moments from which the next step takes its basis
-(`flops.subspace.moments`, `flops.subspace.basis`). The first steps are isotropic.
+Of a point's draws the first are isotropic and see what the basis misses; the others measure the
+directions that are expected to hold most energy, one each, so that the directional derivative is
+the coordinate. Together they give the estimate (`flops.subspace.regression`), the explained
+variance, and the second moments from which the next step takes its directions
+(`flops.subspace.basis`). The first steps are isotropic.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flops.subspace.basis import leading
+from flops.perturb.random import NoiseStream
+from flops.subspace.basis import Basis, Moments, Space, leading
 from flops.subspace.config import Shaping
-from flops.subspace.measurements import Design, Measurements, Space, needed, real_directions
-from flops.subspace.moments import Change, Moments
-from flops.subspace.regression import Regression, coherence, regress
+from flops.subspace.regression import (
+    Isotropic,
+    Measurements,
+    Regression,
+    coherence,
+    explained_by_site,
+    explained_variance,
+    learn,
+    regress,
+)
 from flops.subspace.report import ShapingReport, SiteReport
 
 TUNE = 4  # steps between looks for a better ridge
 AVERAGE = 0.9  # what running averages keep
+KEEP = 0.98  # of the second moments from step to step
+FALL = 0.7  # of the explained variance that may go before the moments are doubted
 
 
 Decide = Callable[[str, Any], Any]
@@ -45,6 +57,142 @@ class ShapedEstimate:
     error: Tensor
     dimensions: int
     report: ShapingReport
+
+
+class Design:
+    """The measurements of a step before they are made.
+
+    Args:
+        space: Where the noise goes.
+        known: The basis.
+        iso: Isotropic draws of each point, shape (B,).
+        draws: All draws of each point, shape (B,).
+
+    Attributes:
+        prior: Expected energy share of each direction, shape (B, m) or (1, m).
+        measured: Which directions each point measures, shape (B, m).
+    """
+
+    def __init__(self, space: Space, known: Basis, iso: Tensor, draws: Tensor) -> None:
+        self.space, self.known, self.iso, self.draws = space, known, iso, draws
+        shaped = draws - iso
+        self.prior, self._order = _order(space, known, int(shaped.max()))
+        inside = torch.arange(self._order.size(1)) < shaped.unsqueeze(1)
+        shape = (space.size, known.size)
+        self.measured = torch.zeros(shape, dtype=torch.bool, device=space.device)
+        self.measured[torch.nonzero(inside)[:, 0], self._order[inside]] = True
+        # As long as a Gaussian vector over the k directions: above rounding, below curvature.
+        self._length = max(1.0, float(shaped.double().mean())) ** 0.5
+        self.noise = Isotropic(space, iso)
+
+    def rows(self, points: Tensor, draws: Tensor) -> Tensor:
+        """Noise of these draws, shape (draws, dimensions); a point's must be consecutive."""
+        first = draws < self.iso[points]
+        shape = (len(points), self.space.dimensions)
+        z = torch.empty(shape, dtype=self.space.dtype, device=self.space.device)
+        if bool(first.any()):
+            z[first] = self.noise.rows(points[first], draws[first])
+        number = self._number(points[~first], draws[~first])
+        if len(number):
+            z[~first] = self.known.rows(number, self._length).to(z)
+        return z
+
+    def scaled(self, points: Tensor, draws: Tensor, derivatives: Tensor) -> Tensor:
+        """Derivatives along unit noise and unit directions, given those along `rows`."""
+        return torch.where(draws < self.iso[points], derivatives, derivatives / self._length)
+
+    def measurements(self, points: Tensor, derivatives: Tensor) -> Measurements:
+        """All derivatives of the step, in the order of points and draws."""
+        size, space = self.space.size, self.space
+        most = max(1, int(self.draws.max()))
+        w = torch.zeros(size, most, dtype=space.dtype, device=space.device)
+        c, derivatives = w.new_zeros(size, self.known.size), derivatives.to(space.device)
+        firsts = torch.cumsum(self.draws, 0) - self.draws
+        draw = torch.arange(len(points)) - firsts[points]
+        w[points, draw] = derivatives
+        shaped = draw >= self.iso[points]
+        number = self._number(points[shaped], draw[shaped])
+        c[points[shaped], number] = derivatives[shaped]
+        return Measurements(
+            space, self.known, self.noise, self.iso, self.draws, self.prior, self.measured, w, c
+        )
+
+    def _number(self, points: Tensor, draws: Tensor) -> Tensor:
+        return self._order[points, draws - self.iso[points]]
+
+
+def needed(space: Space, shaped: Tensor) -> int:
+    """Leading directions so that every point finds as many as it measures that are not padding."""
+    most = int(shaped.max())
+    if space.mask is None:
+        return most
+    parts = [g.cut(space.mask)[:, :, 0].sum(1).clamp(min=1) / g.positions for g in space.grids]
+    return math.ceil(most / min(float(part.min()) for part in parts)) + max(
+        g.positions for g in space.grids
+    )
+
+
+def real_directions(space: Space, known: Basis) -> Tensor:
+    """Which directions are not on a point's padding, shape (B, m) or (1, m)."""
+    if space.mask is None:
+        return torch.ones(1, known.size, dtype=torch.bool, device=space.device)
+    real = torch.ones(space.size, known.size, dtype=torch.bool, device=space.device)
+    for s, g in enumerate(space.grids):
+        if not g.aligned:
+            mine = torch.nonzero(known.site == s).flatten()
+            real[:, mine] = g.cut(space.mask)[:, :, 0].bool()[:, known.row[mine]]
+    return real
+
+
+def _order(space: Space, known: Basis, most: int) -> tuple[Tensor, Tensor]:
+    """Expected energies by point, (B, m) or (1, m), and the directions in each one's order."""
+    size = space.size
+    if space.mask is None:
+        return known.energy.unsqueeze(0), torch.arange(most).expand(size, most)
+    real = real_directions(space, known)
+    energy = torch.where(real, known.energy, 0.0)
+    for s, g in enumerate(space.grids):
+        if not g.aligned:  # what is real shares what was expected of all positions
+            mine = torch.nonzero(known.site == s).flatten()
+            valid = g.cut(space.mask)[:, :, 0].sum(1, keepdim=True).clamp(min=1)
+            energy[:, mine] *= g.positions / valid
+    # Positions are alike beforehand: which of them are measured is left to chance; padding comes
+    # last.
+    ones, points = [1] * size, torch.arange(size)
+    stream = NoiseStream("gaussian", (*space.key, 2), space.ids, ones, known.size, space.device)
+    chance = torch.special.ndtr(stream.rows(points, torch.zeros_like(points)))
+    wish = torch.where(real, energy * (1 + 1e-3 * chance), -1.0)
+    return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most].cpu()
+
+
+def exploration(shaping: Shaping, explained: float) -> float:
+    """Share of isotropic queries: it falls as the explained variance is confirmed."""
+    if shaping.explore is not None:
+        return shaping.explore
+    return 0.1 + 0.6 * (1 - min(1.0, max(0.0, explained)))
+
+
+def decay(
+    shaping: Shaping, now: float, spread: float, running: float, best: float
+) -> tuple[float, float]:
+    """What the moments keep, and the best explained variance from now on.
+
+    Less when the explained variance drops beyond its sampling error, for the task has moved.
+    Less also as it comes to a new best: the noise of a step's outer products falls with the
+    energy that is missed, and inverse variance leaves the older, noisier steps less weight.
+
+    Args:
+        shaping: Options.
+        now: Explained variance of this step.
+        spread: Its standard error.
+        running: Its running average, this step included.
+        best: The best running average so far.
+    """
+    if shaping.decay is not None:
+        return shaping.decay, best
+    doubt = min(1.0, max(0.0, now + 4 * spread) / (FALL * best)) if best > 0 else 1.0
+    progress = min(1.0, max(1e-6, 1 - running) / max(1e-6, 1 - best))
+    return KEEP * doubt * progress**2, max(best, running) if doubt == 1 else running
 
 
 class ShapedStep:
@@ -83,7 +231,7 @@ class ShapedStep:
         self._explained = float(memory.get("explained_variance", 0.0))
         self._moments = _moments(memory.get("moments", ()), space)
         draws = counts // space.unit
-        share = shaping.share(self._explained)
+        share = exploration(shaping, self._explained)
         # At least one of each kind, if there are two draws.
         iso = torch.minimum((draws * share).round().long(), draws - 1).clamp(min=1)
         iso = draws if shaping.explore == 1 else torch.minimum(iso, draws)
@@ -118,11 +266,12 @@ class ShapedStep:
             ridge = float(memory.get("ridge", 1.0))
             found = regress(measurements, ridge, tune=steps % TUNE == 0)
         whole = float(found.energy.sum())
-        now, spread = _explained(found) if whole > 0 else (explained, 0.0)
+        now, spread = explained_variance(found) if whole > 0 else (explained, 0.0)
         after, keep = 0.0, 1.0
         if not warm:
             after = _running(explained, now) if explained else now
-            keep, memory["best"] = shaping.keep(now, spread, after, float(memory.get("best", 0.0)))
+            best = float(memory.get("best", 0.0))
+            keep, memory["best"] = decay(shaping, now, spread, after, best)
         if whole > 0:  # else there was nothing to learn from
             with _full_precision(space.device):
                 moments = learn(measurements, found, self._moments, keep, steps, self._losses)
@@ -143,7 +292,7 @@ class ShapedStep:
             error = (1 - eta) ** 2 * found.error + eta**2 * noise
         by_site = [0.0] * len(space.grids)
         if not warm:
-            by_site = _explained_by_site(measurements, found)
+            by_site = explained_by_site(measurements, found)
             before = memory.get("explained_by_site", ())
             if len(before) == len(by_site):
                 by_site = [_running(*pair) for pair in zip(before, by_site, strict=True)]
@@ -198,87 +347,3 @@ def _signal(memory: dict[str, Any], measurements: Measurements, found: Regressio
         )
     memory["coherence"] = (whole, noise)
     return max(0.0, 1 - noise / whole) if whole > 0 else 0.0
-
-
-def _explained(found: Regression) -> tuple[float, float]:
-    """Share of the energy that was measured, and its standard error over the points."""
-    whole = found.energy.sum()
-    missed = found.missed.sum() / whole
-    error = (found.missed - missed * found.energy).square().sum().sqrt() / whole
-    return 1 - float(missed), float(error)
-
-
-def _explained_by_site(measurements: Measurements, found: Regression) -> list[float]:
-    """Share of each site's energy that was measured in this step.
-
-    Residuals do not tell the sites apart, so what they miss in all is split by the energies of
-    the plain estimates outside, without their noise.
-    """
-    n = measurements.iso.clamp(min=1).to(found.missed)
-    measured, missed = [], []
-    for g in measurements.space.grids:
-        square = g.cut(found.outside).square().sum((1, 2)) - found.missed * g.size / n
-        missed.append(max(1e-300, float((square * n / (n + 1)).sum())))
-        measured.append(float(g.cut(found.inside).square().sum()))
-    scale = float(found.missed.sum()) / sum(missed)
-    return [a / max(a + b * scale, 1e-300) for a, b in zip(measured, missed, strict=True)]
-
-
-def learn(
-    measurements: Measurements,
-    found: Regression,
-    moments: Sequence[Moments],
-    keep: float,
-    step: int,
-    losses: Tensor,
-) -> list[Moments]:
-    """The moments after this step.
-
-    A point's weight is that of inverse variance: the noise of its outer product is about its
-    energy over its number of isotropic queries. For Gaussian z,
-    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was measured.
-    """
-    space, known = measurements.space, measurements.known
-    n = measurements.iso.clamp(min=1).to(space.device, space.dtype)
-    resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
-    live = (found.energy > (10 * resolution) ** 2) & (measurements.iso > 0).to(space.device)
-    weight = torch.where(live, n.square() / torch.where(live, found.energy, 1.0), 0.0)
-    over = 1 / (n + 1)
-    plus = (found.inside + found.outside) * weight.sqrt().unsqueeze(1)
-    minus = found.outside * (weight * over).sqrt().unsqueeze(1)
-    floor = weight * (1 - over) * found.missed / n
-    cover = (floor.unsqueeze(1) * measurements.measured).sum(0)
-    learned = []
-    for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
-        mine = torch.nonzero(known.site == s).flatten()
-        used = torch.full_like(floor, g.positions)
-        if not g.aligned and space.mask is not None:
-            used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)
-        over_channels = _change(
-            g.cut(plus).flatten(0, 1),
-            g.cut(minus).flatten(0, 1),
-            float((floor * used).sum()),
-            known.channels[s],
-            known.column[mine],
-            cover[mine],
-        )
-        positions = m.positions
-        if positions is not None:
-            over_positions = _change(
-                g.cut(plus).transpose(1, 2).flatten(0, 1),
-                g.cut(minus).transpose(1, 2).flatten(0, 1),
-                float(floor.sum()) * g.channels,
-                known.positions[s],
-                known.row[mine],
-                cover[mine],
-            )
-            positions = positions.updated(keep, over_positions, step)
-        learned.append(Moments(positions, m.channels.updated(keep, over_channels, step)))
-    return learned
-
-
-def _change(
-    plus: Tensor, minus: Tensor, floor: float, vectors: Tensor, number: Tensor, cover: Tensor
-) -> Change:
-    summed = plus.new_zeros(vectors.size(1)).index_add_(0, number, cover)
-    return Change(plus, minus, floor, vectors, summed)

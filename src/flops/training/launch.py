@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flops.engine.collectives import Collectives, WorkerError
+from flops.engine.rows import Ranks
 
 
 def launched() -> bool:
@@ -20,8 +21,8 @@ def launched() -> bool:
 
 
 @contextmanager
-def process_group(timeout: float, device: str) -> Iterator[Collectives]:
-    """Collectives of a launched process, or of world size 1; an existing process group is kept.
+def process_group(timeout: float, device: str) -> Iterator[Ranks]:
+    """Ranks of a launched process, or of world size 1; an existing process group is kept.
 
     Args:
         timeout: Timeout of collectives, in seconds.
@@ -46,9 +47,9 @@ def process_group(timeout: float, device: str) -> Iterator[Collectives]:
         dist.destroy_process_group()
 
 
-def broadcast(ranks: Collectives, value: Any) -> Any:
+def broadcast(ranks: Ranks, value: Any) -> Any:
     """Broadcast an object from rank 0, such as a checkpoint that only it reads."""
-    if ranks.alone:
+    if not isinstance(ranks, Collectives):
         return value
     parts = [value if ranks.rank == 0 else None]
     with ranks.guarded():

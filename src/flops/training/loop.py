@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-from flops.engine.collectives import Collectives
+from flops.engine.rows import Ranks
 from flops.report.allocation import plot_allocation, write_counts
 from flops.report.curves import plot_curves
 from flops.storage.disk import writing
@@ -93,7 +93,7 @@ def train(
 
 
 def _train(
-    config: RunConfig, resume: bool, checkpoint: str, shown: Display, ranks: Collectives
+    config: RunConfig, resume: bool, checkpoint: str, shown: Display, ranks: Ranks
 ) -> Result:
     path = None if config.output is None else Path(config.output)
     folder, restored = None, None

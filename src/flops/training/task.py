@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.rows import Ranks
 from flops.training.config import RunConfig
 from flops.training.progress import Evaluation
 
@@ -77,7 +77,7 @@ class Task(Protocol):
     def limit_gradients(self) -> None:
         """Clip gradients before the optimizer step, if configured."""
 
-    def measure(self, split: Any, ranks: Collectives) -> tuple[float, float]:
+    def measure(self, split: Any, ranks: Ranks) -> tuple[float, float]:
         """Accuracy and mean loss on a split; ranks share the work."""
 
     def contents(self) -> Iterable[bytes]:

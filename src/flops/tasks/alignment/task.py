@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
+from flops.engine.rows import Ranks
 from flops.errors import FlopsError
 from flops.perturb.random import generator
 from flops.storage.disk import filling
@@ -192,7 +192,7 @@ class Alignment:
         """Nothing is clipped."""
 
     @torch.inference_mode()
-    def measure(self, split: Encoded, ranks: Collectives) -> tuple[float, float]:
+    def measure(self, split: Encoded, ranks: Ranks) -> tuple[float, float]:
         """Caption accuracy (own caption is the most likely of the choices) and mean loss.
 
         Captions of classes are compared by total likelihood, and free ones, whose lengths are

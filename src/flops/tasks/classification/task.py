@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.rows import Ranks
 from flops.errors import FlopsError
 from flops.optional import MissingPackageError, require
 from flops.storage.disk import filling
@@ -68,7 +68,7 @@ class Classification:
         if self.config.clip_attention is not None:
             clip_attention(self.model, self.config.clip_attention)
 
-    def measure(self, split: ImageSplit, ranks: Collectives) -> tuple[float, float]:
+    def measure(self, split: ImageSplit, ranks: Ranks) -> tuple[float, float]:
         """Accuracy and mean loss on a split."""
         return measure(self.model, split, self.config.batch, self.device, ranks)
 
@@ -115,7 +115,7 @@ def measure(
     split: ImageSplit,
     batch: int,
     device: torch.device,
-    ranks: Collectives | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[float, float]:
     """Accuracy and mean loss on a split; ranks take the batches in turn.
 
@@ -124,7 +124,7 @@ def measure(
     """
     if not len(split):
         raise FlopsError("cannot evaluate on an empty split")
-    right, total, ranks = 0, 0.0, ranks or Collectives()
+    right, total, ranks = 0, 0.0, ranks or Ranks()
     with torch.inference_mode():
         for rows in torch.arange(len(split)).split(max(64, batch))[ranks.rank :: ranks.size]:
             pixels, labels = split.batch(rows)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from flops.allocators.objective import feasible, integer_optimum, objective
-from flops.allocators.rounding import round_counts
+from flops.allocators.counts import feasible, integer_optimum, objective, round_counts
 from flops.errors import QueryError
 
 POSITIVE = arrays.arrays(np.float64, st.integers(2, 12), elements=st.floats(1e-6, 1e6))

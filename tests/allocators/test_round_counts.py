@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flops import QueryError
-from flops.allocators.rounding import round_counts
+from flops.allocators.counts import round_counts
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

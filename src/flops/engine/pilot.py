@@ -1,0 +1,83 @@
+"""Pilots: queries that an allocator learns from before the rest of the budget is spent.
+
+Counts must not depend on the noise they weight. Without a pilot the queries of a step teach the
+allocator for the next one. With a pilot of q queries per point (charged to the budget) it learns on
+this very batch, and the two estimates are combined with weights fixed in advance,
+
+    g = a g_pilot + (1 - a) g_later,   a = q / (q + mean later count),
+
+never pooled by 1/A_j, which would bias the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from flops.allocators.base import Signal
+from flops.errors import QueryError
+from flops.estimators.base import Estimate, Estimation, Queries, Runner
+from flops.estimators.variance import Collected
+from flops.passes.local_vjp import Gradients
+
+PILOT = 7  # sets the pilot's noise apart from the later queries'
+
+
+class Pilot:
+    """The first queries of a group in a step.
+
+    Args:
+        queries: Of each point, rounded up to the estimator's unit.
+        signal: What the allocator knows about the batch.
+        given: The group's part of the step.
+
+    Attributes:
+        counts: Queries of each point, shape (B,).
+        given: The group's part of the step, with these counts and noise of its own.
+        rest: The signal with what is left of the budget.
+        gradients: What they estimate.
+        estimate: What else they showed; None before `finish`.
+        share: Weight a of their gradients.
+
+    Raises:
+        QueryError: If they leave too few for the rest of the step.
+    """
+
+    def __init__(self, queries: int, signal: Signal, given: Queries) -> None:
+        unit, size = signal.unit, given.size
+        self.counts = torch.full((size,), -(-queries // unit) * unit)
+        left = signal.budget - int(self.counts.sum())
+        if left < max(unit, signal.minimum) * size:
+            raise QueryError(
+                f"group '{signal.group}': a pilot of {queries} leaves {left} of "
+                f"{signal.budget} queries for {size} points; raise `queries` or lower the pilot"
+            )
+        self.given = replace(given, counts=self.counts, key=(*given.key, PILOT))
+        self.rest = replace(signal, budget=left)
+        self.gradients: Gradients = {}
+        self.estimate: Estimate | None = None
+        self.share = 0.0
+
+    def finish(
+        self, estimation: Estimation, runner: Runner, parameters: Sequence[nn.Parameter]
+    ) -> Estimate:
+        """What the pilot's queries showed: their gradients are made now, for the traces."""
+        found = Collected()
+        estimation.write(found, runner)
+        self.gradients = found.gradients
+        if estimation.partial:
+            self.gradients = runner.sum_gradients(found.gradients, parameters)
+        self.estimate = estimation.finish()
+        return self.estimate
+
+    def weigh(self, later: Tensor) -> None:
+        """Fix the weight, which must not depend on how the later counts are spread."""
+        self.share = pilot_share(self.counts, later)
+
+
+def pilot_share(first: Tensor, later: Tensor) -> float:
+    """Weight of the pilot's gradient, from its counts and those of the later queries."""
+    return float(first[0]) / (float(first[0]) + float(later.double().mean()))
