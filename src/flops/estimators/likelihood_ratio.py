@@ -39,7 +39,7 @@ from flops.estimators.variance import LeafEnergies, jacobian_energy, users_frame
 from flops.passes.local_vjp import LocalTarget
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
-from flops.passes.structure import Call
+from flops.passes.structure import Call, Structure
 from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import negative, values
@@ -124,7 +124,7 @@ class LikelihoodRatio(Estimator):
                     "(or only for some data); give the module around it"
                 )
         if self.targets == "stage":
-            local = [_stage(selection.name, modules, calls)]
+            local = [_stage(selection.name, modules, calls, passes.structure)]
         else:
             local = [
                 LocalTarget(name, call.number, call.number, _trainable(modules[name]))
@@ -399,7 +399,10 @@ def _grids(
 
 
 def _stage(
-    group: str, modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]
+    group: str,
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, list[Call]],
+    structure: Structure,
 ) -> LocalTarget:
     several = [name for name, found in calls.items() if len(found) > 1]
     if several:
@@ -413,7 +416,10 @@ def _stage(
             raise CoverageError(f"stage '{group}': '{after.name}' runs inside '{before.name}'")
     parameters = dict.fromkeys(p for m in modules.values() for p in _trainable(m))
     between = tuple(call.number for call in order[:-1])
-    return LocalTarget(group, order[0].number, order[-1].number, tuple(parameters), between)
+    first, last = order[0], order[-1]
+    inside = [c for c in structure.calls if first.start <= c.start and c.end <= last.end]
+    memory = sum(leaf.row_bytes for call in inside for _, leaf in call.tensors)
+    return LocalTarget(group, first.number, last.number, tuple(parameters), between, memory)
 
 
 def _trainable(module: nn.Module) -> tuple[nn.Parameter, ...]:

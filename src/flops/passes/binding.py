@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 from flops.passes.local_vjp import LocalTarget
 from flops.passes.replay import Prefix
@@ -26,17 +27,17 @@ class Binding(ABC):
     local_span: tuple[int, int] | None = None
     noise_size: int = 0
 
-    @property
+    @cached_property
     def needed(self) -> frozenset[int]:
         """Calls whose clean outputs must be recorded."""
         return frozenset().union(*(prefix.needed for prefix in self.prefixes))
 
-    @property
+    @cached_property
     def local_needed(self) -> frozenset[int]:
         """Calls whose clean outputs the local products replay."""
         return frozenset() if self.local_prefix is None else self.local_prefix.needed
 
-    @property
+    @cached_property
     def replayed_share(self) -> float:
         """Share of a forward pass that queries replay instead of running it."""
         return self.prefixes[0].share if self.prefixes else 0.0

@@ -38,7 +38,7 @@ class LocalTarget:
 
     For a leaf or block the first and last call are the same; a stage starts at its first
     module's call and ends with its last one's. ``between`` are the calls of its modules but the
-    last.
+    last, ``row_bytes`` the memory of its activations.
     """
 
     name: str
@@ -46,14 +46,11 @@ class LocalTarget:
     last: int
     parameters: tuple[nn.Parameter, ...]
     between: tuple[int, ...] = ()
+    row_bytes: int = 0
 
-
-def recomputed(structure: Structure, target: LocalTarget, rows: int) -> tuple[int, ...]:
-    """Calls of a stage that run again for their derivative, if its activations are large."""
-    start, end = structure.calls[target.first].start, structure.calls[target.last].end
-    inside = [call for call in structure.calls if start <= call.start and call.end <= end]
-    row = sum(leaf.row_bytes for call in inside for _, leaf in call.tensors)
-    return target.between if row * rows > KEPT else ()
+    def recomputed(self, rows: int) -> tuple[int, ...]:
+        """Calls of a stage that run again for their derivative, if its activations are large."""
+        return self.between if self.row_bytes * rows > KEPT else ()
 
 
 def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
@@ -78,7 +75,7 @@ def local_share(
     """
     calls = structure.calls
     forward = _work(structure, 0, max(calls[t.last].end for t in targets)) - prefix.share
-    again = [calls[c] for t in targets for c in recomputed(structure, t, rows)]
+    again = [calls[c] for t in targets for c in t.recomputed(rows)]
     spans = [(calls[t.first].start, calls[t.last].end) for t in targets]
     return forward + structure.share(again) + 2 * sum(_work(structure, a, b) for a, b in spans)
 
@@ -125,7 +122,7 @@ def local_products(
     final = targets[-1].last
     for target in targets:
         if target.first != target.last:
-            again = recomputed(passes.structure, target, len(points))
+            again = target.recomputed(len(points))
             around.update(dict.fromkeys(again, _checkpointed))
             around[target.first] = _open(_checkpointed if target.first in again else _plainly)
         leave = target.last == final

@@ -33,11 +33,7 @@ class Site:
     leaf: Leaf
     offset: int
     size: int
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row's noise."""
-        return _row_shape(self.leaf)
+    row_shape: tuple[int, ...]
 
 
 class Sites(Binding):
@@ -138,8 +134,9 @@ def _sites(
     for target in local:
         call = passes.structure.calls[target.last]
         for index, leaf in _perturbed(call, modules[call.name]):
-            size = prod(_row_shape(leaf))
-            sites.append(Site(call.number, index, leaf, offset, size))
+            shape = _row_shape(leaf)
+            size = prod(shape)
+            sites.append(Site(call.number, index, leaf, offset, size, shape))
             offset += size
     return tuple(sites)
 
