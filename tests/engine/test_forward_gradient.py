@@ -243,6 +243,6 @@ def test_what_no_later_product_replays_is_forgotten() -> None:
         def begin(self, binding, queries, runner):
             return Watching(self, binding, queries, runner)
 
-    groups = [Group(model[i], Watched(), queries=2) for i in (0, 2, 4)]
+    groups = [Group(model[i], Watched(1e-3), queries=2) for i in (0, 2, 4)]
     ForwardGradient(model, squared, groups).estimate(x, y)
     assert held[0] > held[1] > held[2] >= 0  # the last group comes first

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flops import ES, SPSA, Group, LikelihoodRatio
 from flops.estimators import shared_parameters
+from flops.perturb import draws
 from flops.perturb.random import NoiseStream
 from tests.conftest import cosine, estimate, exact, flat, sign_vectors, squared
 
@@ -70,12 +71,11 @@ def test_shared_parameter_noise(estimator: ES | SPSA, monkeypatch: pytest.Monkey
     model, x, y = problem()
     size = sum(p.numel() for p in model.parameters())
 
-    def fill(kind: str, key: tuple[int, ...], out: Tensor) -> None:
-        draw, place = key[-3], key[-1]
-        weight, bias = sign_vectors(size)[draw].split([6, 2])
-        out.copy_((weight if place == 0 else bias).view(out.shape))
+    def fill(kind: str, key: tuple[int, ...], out: Tensor) -> Tensor:
+        return out.copy_(sign_vectors(size)[key[-1]])
 
-    monkeypatch.setattr(shared_parameters, "fill", fill)
+    for module in (shared_parameters, draws):
+        monkeypatch.setattr(module, "fill", fill)
     groups = [Group(model, estimator, queries=2**size * estimator.unit)]
     found, truth = estimate(model, squared, x, y, groups), exact(model, squared, x, y)
     torch.testing.assert_close(flat(found), flat(truth), rtol=1e-6, atol=1e-12)

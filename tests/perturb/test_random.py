@@ -146,8 +146,8 @@ def test_a_rank_makes_its_own_draws_only(kind: str, rank: int, made: list[int]) 
     rows = 0
     for part in own_chunks(PointPlan(counts, 1), 5, 7, Collectives(None, rank, 3)):
         found = noise.buffered(part.points, part.draws)
-        assert found.shape == (len(part), size)
-        rows += len(part)
+        assert found.shape == (len(part.points), size)
+        rows += len(part.points)
     assert rows in (61, 62)
     assert sum(made) == rows * words
 

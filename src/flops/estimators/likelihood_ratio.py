@@ -50,6 +50,7 @@ from flops.subspace.step import ShapedStep
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
+HALF = (torch.float16, torch.bfloat16)
 HALF_UNITS, LEAST_UNITS = 12, 4  # of sigma in half precision, in units in the last place
 CHEAP = 0.1  # of a forward pass per point
 FEW = 8  # sites whose noise may be kept as bits
@@ -169,14 +170,13 @@ def default_sigma(dtype: torch.dtype) -> float:
     below a few units in the last place is rounded away: twelve of them are best on the bundled ViT
     (`python -m benchmarks half`).
     """
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    return HALF_UNITS * torch.finfo(dtype).eps if narrow else 1e-3
+    return HALF_UNITS * torch.finfo(dtype).eps if dtype in HALF else 1e-3
 
 
 def _warn_if_lost(sigma: float, dtype: torch.dtype, queries: Queries) -> None:
     """Warn, once per group, when the outputs cannot hold the noise."""
     eps = torch.finfo(dtype).eps
-    if sigma < LEAST_UNITS * eps and not queries.memory.get("warned_of_sigma"):
+    if dtype in HALF and sigma < LEAST_UNITS * eps and not queries.memory.get("warned_of_sigma"):
         queries.memory["warned_of_sigma"] = True
         warnings.warn(
             f"group '{queries.name}': sigma={sigma:g} is {sigma / eps:.1f} units in the last place "
