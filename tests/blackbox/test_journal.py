@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 from torch import Tensor
 
 from flops import LikelihoodRatio
@@ -173,6 +174,30 @@ def test_parts_are_kept_when_another_fails_and_only_those_missing_are_asked(
     assert torch.equal(columns[:, 1], (columns[:, 0] > 3).float())
     assert journal.paid() == {"queries": 10, "answers": 5, "texts": 20}
     journal.close()
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("threads", [1, 2])
+def test_requests_are_made_with_the_threads_of_the_run(threads) -> None:
+    """A new thread has the number of the environment: sums in it would round differently."""
+
+    def now() -> dict[str, int]:
+        return {library["filepath"]: library["num_threads"] for library in threadpool_info()}
+
+    def objective(parameters: Tensor, points: Tensor) -> Tensor:
+        seen.append(now())
+        return torch.zeros(len(points))
+
+    seen: list[dict[str, int]] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected = now()
+        Evaluator(objective, Journal(":memory:", {}), part=2, concurrency=2).evaluate(candidates())
+    finally:
+        torch.set_num_threads(before)
+    assert threads in expected.values()
+    assert seen == [expected] * 5
 
 
 def test_another_question_in_the_same_place_is_refused(tmp_path) -> None:

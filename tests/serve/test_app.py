@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load, save
 
 from flops.serve.codec import BINARY, JSON, digest, encode
-from flops.serve.schema import SCORE, ScoreRequest
+from flops.serve.schema import SCORE, ScoreBody, ScoreRequest
 from tests.support.serving import IMAGE, TEXT, Server, pixels, query
 
 KEY = "a secret, of the tests"
@@ -203,6 +204,15 @@ def test_values_of_json_are_checked(http_client, points) -> None:
     ):
         answer = post(http_client, json.dumps(good | change).encode(), "json", JSON)
         assert answer.status_code == 422, (change, answer.text)
+
+
+def test_json_is_read_up_to_the_first_error() -> None:
+    """An error is an object with a place and a message: there must not be one for each value."""
+    lists = [[["a"] * 20] * 20] * 20
+    given = {name: lists for name in SCORE} | {"points": "0" * 64}
+    with pytest.raises(ValidationError) as caught:
+        ScoreBody.model_validate(given)
+    assert caught.value.error_count() == len(SCORE)
 
 
 def test_points_that_were_never_uploaded_are_not_found(http_client) -> None:
