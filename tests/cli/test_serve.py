@@ -49,6 +49,16 @@ def test_classes_from_a_list_or_a_file(tmp_path) -> None:
     assert Serve(classes="shirt, ankle boot,").class_names() == ("shirt", "ankle boot")
 
 
+def test_classes_that_are_no_text_are_said_in_a_sentence(tmp_path) -> None:
+    (tmp_path / "classes.txt").write_bytes(b"shirt\nb\xffg\n")
+    for classes in (str(tmp_path / "classes.txt"), os.fsdecode(b"shirt,b\xffg")):
+        with pytest.raises(
+            SystemExit, match=r"flops: --classes .*: the names are not UTF-8"
+        ) as said:
+            main(["serve", "--port", "0", "--classes", classes])
+        str(said.value).encode("utf-8")
+
+
 def test_other_classes_other_limits_and_a_loud_warning(tmp_path) -> None:
     options = ("--classes", "shirt,bag,sneaker", "--max-rows", "7", "--host", "0.0.0.0")
     with Server(tmp_path, *options) as server:

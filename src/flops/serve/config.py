@@ -83,14 +83,27 @@ class ServeConfig:
             raise FlopsError(f"--threads must be at least 1, got {self.threads}")
 
     def class_names(self) -> tuple[str, ...] | None:
-        """Names in `classes`; None for those of the model."""
+        """Names in `classes`; None for those of the model.
+
+        Raises:
+            FlopsError: There are none, or they cannot be read.
+        """
         if self.classes is None:
             return None
         path = Path(self.classes)
-        if "," not in self.classes and path.is_file():
-            names = [line.strip() for line in path.read_text("utf-8").splitlines()]
-        else:
-            names = [name.strip() for name in self.classes.split(",")]
+        try:
+            if "," not in self.classes and path.is_file():
+                names = [line.strip() for line in path.read_text("utf-8").splitlines()]
+            else:
+                self.classes.encode("utf-8")  # what is not UTF-8 in an argument is kept as it is
+                names = [name.strip() for name in self.classes.split(",")]
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
+            shown = os.fsencode(self.classes).decode("utf-8", "backslashreplace")
+            raise FlopsError(
+                f"--classes {shown}: the names are not UTF-8 ({error.reason})"
+            ) from error
+        except OSError as error:
+            raise FlopsError(f"--classes {path} cannot be read: {error.strerror}") from error
         names = [name for name in names if name]
         if not names:
             raise FlopsError(f"--classes has no names: {self.classes!r}; separate them with commas")
