@@ -11,7 +11,10 @@ import pytest
 from tests.support.contract import ESTIMATORS
 
 BOUND = 72  # elements: two integers for each of 36 draws; the noise of one draw alone is more
-OTHERS = ["bits", "tokens", "tokens-shaped", "tokens-es", "tokens-es-shaped", "tokens-es-shared"]
+OTHERS = [
+    *("bits", "optimizer", "optimizer-pieces"),
+    *("tokens", "tokens-shaped", "tokens-es", "tokens-es-shaped", "tokens-es-shared"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from flops import ES, DeepZero, ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.estimators import shared_parameters
-from flops.perturb import noise_tables, random
+from flops.estimators import MeZO, shared_parameters
+from flops.optim import ZerothOrderSGD
+from flops.perturb import draws, noise_tables, random
 from tests.conftest import flat, gradients, squared
 from tests.support.contract import ESTIMATORS
 from tests.support.simulated_device import DEVICE, Traffic, move
@@ -36,6 +37,8 @@ class Case:
     inputs: Callable[[], Any]
     estimator: Any
     compact: int = random.COMPACT
+    optimizer: bool = False
+    keep: int = draws.KEEP
 
 
 class Tokens(nn.Module):
@@ -70,6 +73,8 @@ SHAPING = Shaping(warm=0, mask="mask")
 CASES = {name: Case(net, vectors, estimator) for name, estimator in ESTIMATORS.items()} | {
     "DeepZero": Case(net, vectors, DeepZero(score_draws=4)),
     "bits": Case(net, vectors, LikelihoodRatio(baseline="antithetic"), compact=0),
+    "optimizer": Case(net, vectors, MeZO(), optimizer=True),
+    "optimizer-pieces": Case(net, vectors, MeZO(), optimizer=True, keep=0),
     "tokens": Case(Tokens, sentences, LikelihoodRatio()),
     "tokens-shaped": Case(Tokens, sentences, LikelihoodRatio(targets="stage", shaping=SHAPING)),
     "tokens-es": Case(Tokens, sentences, ES()),
@@ -79,7 +84,7 @@ CASES = {name: Case(net, vectors, estimator) for name, estimator in ESTIMATORS.i
 
 
 def steps(case: Case, traffic: Traffic | None = None) -> Tensor:
-    """Gradients of some steps, on the device if there is traffic."""
+    """Gradients of some steps, or how far they moved; on the device if there is traffic."""
     torch.manual_seed(1)
     model, inputs, targets = case.model().double(), case.inputs(), torch.randn(POINTS, 20).double()
     if traffic is not None:
@@ -93,14 +98,23 @@ def steps(case: Case, traffic: Traffic | None = None) -> Tensor:
         estimator = replace(estimator, sigma=1e-4)
     groups = [Group(list(model.children()), estimator, queries=QUERIES)]
     fg = ForwardGradient(model, squared, groups)
+    if case.optimizer:
+        optimizer, before = ZerothOrderSGD(fg, 1e-2, momentum=0.9), weights(model)
+        for _ in range(STEPS):
+            optimizer.step(inputs, targets)
+        return weights(model) - before
     for _ in range(STEPS):
         fg.estimate(inputs, targets)
     return flat(gradients(model)).cpu()
 
 
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+
 def run(case: Case) -> tuple[int, float]:
     """The largest copy to the device, and the relative difference to the steps on the CPU."""
-    random.COMPACT = case.compact
+    random.COMPACT, draws.KEEP = case.compact, case.keep
     with Traffic() as traffic:
         found = steps(case, traffic)
     native, random.native = random.native, lambda device: False
@@ -116,10 +130,10 @@ def plant() -> list[str]:
     rows, fill = random.NoiseStream.rows, random.fill
 
     def sent_rows(
-        self: random.NoiseStream, points: Tensor, draws: Tensor, out: Any = None
+        self: random.NoiseStream, points: Tensor, numbers: Tensor, out: Any = None
     ) -> Tensor:
         home, self._device = self._device, torch.device("cpu")
-        found = rows(self, points, draws).to(home)
+        found = rows(self, points, numbers).to(home)
         self._device = home
         return found
 

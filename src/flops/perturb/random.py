@@ -96,20 +96,28 @@ def _width(kind: Kind, size: int) -> int:
     return -(-size // block) * block
 
 
-def _write(kind: Kind, key: int, first: int, out: Tensor) -> None:
-    """Values of the words first, first + 1, ... of a key, into flat ``out`` of whole words."""
-    block, here = _per_word(kind), native(out.device)
-    source = cpu_words(key, first) if here else None
-    sequence = (0, 0) if here else device_noise.sequence(key)
-    size = block * _words_at_once(out.device)
-    for begin in range(0, len(out), size):
-        part = out[begin : begin + size] if len(out) > size else out
-        count = len(part) // block
-        if source is not None:
-            look_up(kind == "rademacher", source.random_raw(count), part)
-        else:
-            at = first + begin // block
-            look_up(kind == "rademacher", device_noise.words(sequence, at, count, out.device), part)
+class _Source:
+    """The words of a key from ``first`` on, written as noise piece by piece."""
+
+    def __init__(self, kind: Kind, key: int, first: int, device: torch.device) -> None:
+        self._signs, self._block = kind == "rademacher", _per_word(kind)
+        self._first, self._device = first, device
+        self._cpu = cpu_words(key, first) if native(device) else None
+        self._sequence = device_noise.sequence(key) if self._cpu is None else (0, 0)
+
+    def write(self, out: Tensor) -> None:
+        """The next values; ``out`` is flat and takes whole words."""
+        size = self._block * _words_at_once(self._device)
+        for begin in range(0, len(out), size):
+            part = out[begin : begin + size] if len(out) > size else out
+            look_up(self._signs, self._words(len(part) // self._block), part)
+
+    def _words(self, count: int) -> np.ndarray | Tensor:
+        if self._cpu is not None:
+            found: np.ndarray = self._cpu.random_raw(count)
+            return found
+        self._first += count
+        return device_noise.words(self._sequence, self._first - count, count, self._device)
 
 
 def noise_pieces(
@@ -118,20 +126,22 @@ def noise_pieces(
     """Values offset, ..., offset + size - 1 of a key's noise, a small piece at a time.
 
     Yields where each piece begins, from 0 on, and its values (float32, on the device) in a buffer
-    of half a megabyte on the CPU, 16 elsewhere: use them before the next. A value depends on the
+    of a megabyte on the CPU, 32 elsewhere: use them before the next. A value depends on the
     key and its own place only, so any pieces of any offsets are pieces of the same noise.
     """
-    block, hashed = _per_word(kind), mix(*key)
-    most = 4 * _words_at_once(device)  # whole words of either kind
-    buffer = torch.empty(min(most, _width(kind, size) + block), device=device, dtype=torch.float32)
+    if not size:
+        return
+    first, skip = divmod(offset, _per_word(kind))
+    source = _Source(kind, mix(*key), first, device)
+    most = min(8 * _words_at_once(device), _width(kind, skip + size))  # whole words
+    buffer = torch.empty(most, device=device, dtype=torch.float32)
     done = 0
     while done < size:
-        first, skip = divmod(offset + done, block)
-        count = min(len(buffer) - skip, size - done)
+        count = min(most - skip, size - done)
         part = buffer[: _width(kind, skip + count)]
-        _write(kind, hashed, first, part)
+        source.write(part)
         yield done, part[skip : skip + count]
-        done += count
+        done, skip = done + count, 0
 
 
 def fill(kind: SharedKind, key: tuple[int, ...], out: Tensor, offset: int = 0) -> Tensor:
@@ -146,9 +156,13 @@ def fill(kind: SharedKind, key: tuple[int, ...], out: Tensor, offset: int = 0) -
     """
     if not out.is_contiguous():
         return out.copy_(fill(kind, key, torch.empty_like(out, memory_format=ROW_MAJOR), offset))
-    flat = out.view(-1)
-    for begin, z in noise_pieces(kind, key, len(flat), out.device, offset):
-        flat[begin : begin + len(z)] = z
+    flat, block, done = out.view(-1), _per_word(kind), 0
+    if out.dtype == torch.float32 and offset % block == 0:  # whole words go where they belong
+        done = len(flat) // block * block
+        _Source(kind, mix(*key), offset // block, out.device).write(flat[:done])
+    rest = flat[done:]
+    for begin, z in noise_pieces(kind, key, len(rest), out.device, offset + done):
+        rest[begin : begin + len(z)] = z
     return out
 
 
@@ -195,7 +209,7 @@ class NoiseStream:
                 out[low - first : high - first] = rows[low - begin : high - begin]
         else:
             words = out.size(1) // _per_word(self._kind)
-            _write(self._kind, self._hash(point), first * words, out.view(-1))
+            _Source(self._kind, self._hash(point), first * words, self._device).write(out.view(-1))
         return out[:, : self._size]
 
     def rows(self, points: Tensor, draws: Tensor, out: Tensor | None = None) -> Tensor:
@@ -246,7 +260,8 @@ class NoiseStream:
             count = min(self._size, self._draws[point] - begin)
             gaussian = self._buffer(count, kind="gaussian")
             words = gaussian.size(1) // _per_word("gaussian")
-            _write("gaussian", self._hash(point), begin * words, gaussian.view(-1))
+            source = _Source("gaussian", self._hash(point), begin * words, self._device)
+            source.write(gaussian.view(-1))
             self._rows = orthogonalise(gaussian[:, : self._size])
             self._block = (point, begin)
         return self._rows
