@@ -7,13 +7,12 @@ largest tensors of a pass.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from flops.errors import BatchError
 
@@ -79,9 +78,4 @@ class CausalLM(TokenLoss):
         return losses.sum(1) / read.sum(1)
 
 
-def keeps_logits(model: nn.Module) -> bool:
-    """Whether a model can leave out logits."""
-    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
-
-
-__all__ = ["CausalLM", "TokenLoss", "keeps_logits"]
+__all__ = ["CausalLM", "TokenLoss"]

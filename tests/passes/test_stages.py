@@ -148,3 +148,39 @@ def test_hooks_get_the_gradients_of_a_large_stage_one_by_one() -> None:
         found.append([p.detach().clone() for p in layers])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class Cache:
+    """Holds what the layers computed, like keys and values for tokens to come."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+
+class Caching(Layer):
+    def forward(self, x: Tensor, *, cache: Cache) -> Tensor:  # type: ignore[override]
+        if id(self) in cache.seen:
+            raise RuntimeError("the cache is extended twice")
+        cache.seen.append(id(self))
+        return super().forward(x, scale=x.new_ones(()))
+
+
+class Generator(Deep):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.layers = nn.ModuleList(Caching(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        return self.head(x.mean(1))
+
+
+def test_a_layer_that_changes_an_argument_is_not_computed_again() -> None:
+    model = Generator(16).double()
+    model.head.requires_grad_(False)
+    x, y = torch.randn(4, 12_000, 16).double(), torch.randn(4, 2).double()
+    groups = [Group(list(model.layers), LikelihoodRatio(targets="stage"), 1)]
+    ForwardGradient(model, squared, groups).estimate(x, y)
+    assert set(gradients(model)) == {n for n, p in model.named_parameters() if p.requires_grad}

@@ -5,6 +5,7 @@ A *row* is one pass of one point; the same point fills as many rows as it has qu
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import BatchError
-from flops.losses import TokenLoss, keeps_logits
+from flops.losses import TokenLoss
 
 LossFunction = Callable[[Any, Any], Tensor]
 _NARROW = (torch.float16, torch.bfloat16)
@@ -125,7 +126,10 @@ class Batch:
             BatchError: If the loss function returns anything but one loss per row.
         """
         args, kwargs = self.arguments(rows)
-        positions = self._positions if self._keeps(model, kwargs) else None
+        takes = optional_arguments(model) - set(kwargs)
+        if "use_cache" in takes:  # keys and values of a later token, which nobody generates here
+            kwargs = {**kwargs, "use_cache": False}
+        positions = self._positions if "logits_to_keep" in takes else None
         if positions is not None:
             kwargs = {**kwargs, "logits_to_keep": positions}
         outputs = model(*args, **kwargs)
@@ -147,12 +151,6 @@ class Batch:
         if not losses.is_floating_point():
             losses = losses.double()
         return losses if losses.dtype == torch.float64 else losses.float()
-
-    def _keeps(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether logits that the loss does not read can be left out."""
-        return (
-            self._positions is not None and "logits_to_keep" not in kwargs and keeps_logits(model)
-        )
 
     def named(self, name: str) -> Tensor | None:
         """A tensor among the keyword arguments, cut into points; None if there is none."""
@@ -176,6 +174,17 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"inputs must be a tensor, a tuple (model(*inputs)) or a dict (model(**inputs)), "
         f"not {type(inputs).__name__}; give a list of objects as (objects,)"
     )
+
+
+def optional_arguments(model: nn.Module) -> set[str]:
+    """Arguments of a forward pass of transformers by which it computes less.
+
+    An adapter of peft passes them on to its base model.
+    """
+    wrapped: Any = model
+    base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+    known = inspect.signature(type(base).forward).parameters
+    return {"logits_to_keep", "use_cache"} & set(known)
 
 
 def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:

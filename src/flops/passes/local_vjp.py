@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from flops.errors import CoverageError
@@ -29,6 +29,7 @@ from flops.passes.structure import Call, Structure
 
 Gradients = dict[nn.Parameter, Tensor]
 Take = Callable[["LocalTarget", nn.Parameter, Tensor], None]
+_VALUES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 KEPT = 1 << 26  # bytes of a stage's activations that are kept rather than computed again
 
 
@@ -159,6 +160,10 @@ def _plainly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _checkpointed(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute a layer again for its gradients, unless an argument may remember the first time."""
+    if not all(isinstance(leaf, _VALUES) for leaf in tree_leaves((args, kwargs))):
+        return forward(*args, **kwargs)  # the cache of keys and values, for example
+
     def run() -> Any:
         return forward(*args, **kwargs)
 
