@@ -70,6 +70,10 @@ class LikelihoodRatio(Estimator):
             equation to the letter; its variance is useless at small sigma.
         noise: "gaussian", "rademacher" or "orthogonal".
         shaping: `Shaping()` puts noise where earlier queries found the gradient; None is isotropic.
+        last_tokens: Perturb only the last tokens of each sequence; None for all. For a language
+            model whose loss reads the last tokens of rows padded on the left: after the later
+            layers these hold nearly all of the gradient, in far fewer dimensions. What the others
+            hold is left out of the estimate.
 
     The mean is the gradient of the loss smoothed by the noise; a query costs the part of a
     forward pass behind the first noise site.
@@ -80,9 +84,12 @@ class LikelihoodRatio(Estimator):
     baseline: Baseline = "clean"
     noise: Kind = "gaussian"
     shaping: Shaping | None = None
+    last_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
+        if self.last_tokens is not None and self.last_tokens < 1:
+            raise ValueError(f"last_tokens must be at least 1, not {self.last_tokens}")
         if self.sigma is not None and not 0 < self.sigma < float("inf"):
             raise ValueError(f"sigma must be positive and finite, not {self.sigma}")
         for value, allowed in (
@@ -133,7 +140,7 @@ class LikelihoodRatio(Estimator):
                 for call in found
             ]
         local.sort(key=lambda t: passes.structure.calls[t.last].end)
-        sites = Sites(selection.name, modules, tuple(local), passes, reuse)
+        sites = Sites(selection.name, modules, tuple(local), passes, reuse, self.last_tokens)
         check_foreign(sites)
         return sites
 

@@ -2,7 +2,8 @@
 
 A site is one tensor in the output of one call; a module that is called twice has two. The noise
 of a row is one vector over all sites of the group. An output that all points share (a table of
-positions) is spread over the rows when noise is added; its delta is the sum over the points.
+positions) is spread over the rows when noise is added; its delta is the sum over the points. Noise
+may be limited to the last tokens of each sequence; the delta of the others is 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -26,7 +28,10 @@ from flops.perturb.noise_tables import values as noise_values
 
 @dataclass(frozen=True)
 class Site:
-    """One perturbed tensor: output position ``leaf_index`` of a call, at ``offset`` in a row."""
+    """One perturbed tensor: output position ``leaf_index`` of a call, at ``offset`` in a row.
+
+    The first ``skipped`` tokens of a row have no noise, and are not in ``row_shape``.
+    """
 
     call: int
     leaf_index: int
@@ -34,6 +39,7 @@ class Site:
     offset: int
     size: int
     row_shape: tuple[int, ...]
+    skipped: int = 0
 
 
 class Sites(Binding):
@@ -46,11 +52,12 @@ class Sites(Binding):
         local: tuple[LocalTarget, ...],
         passes: Passes,
         reuse: bool,
+        last_tokens: int | None = None,
     ) -> None:
         self.group, self.local = group, local
         self.local_prefix: Prefix
         self.structure = passes.structure
-        self.sites = _sites(local, modules, passes)
+        self.sites = _sites(local, modules, passes, last_tokens)
         self.size = self.noise_size = self.sites[-1].offset + self.sites[-1].size
         self.dtype = self.sites[0].leaf.dtype
         for site in self.sites:
@@ -106,6 +113,8 @@ class Sites(Binding):
         for site in self.sites:
             part = delta[:, site.offset : site.offset + site.size]
             shaped = part.reshape(-1, *site.row_shape)
+            if site.skipped:
+                shaped = F.pad(shaped, (0, 0, site.skipped, 0))
             parts.setdefault(site.call, {})[site.leaf_index] = shaped.to(site.leaf.device)
         return parts
 
@@ -117,7 +126,10 @@ def _adder(sites: list[Site], noise: Tensor, sigma: float, fresh: bool) -> Edit:
             value = values[site.leaf_index]
             part = noise_values(noise, site.offset, site.offset + site.size)
             part = part.reshape(-1, *site.row_shape).movedim(0, site.leaf.axis or 0)
-            if fresh and site.leaf.axis is not None:
+            if site.skipped:
+                value = values[site.leaf_index] = value if fresh else value.clone()
+                value[:, site.skipped :].add_(part.to(value), alpha=sigma)
+            elif fresh and site.leaf.axis is not None:
                 value.add_(part.to(value), alpha=sigma)
             else:
                 values[site.leaf_index] = torch.add(value, part.to(value), alpha=sigma)
@@ -127,16 +139,28 @@ def _adder(sites: list[Site], noise: Tensor, sigma: float, fresh: bool) -> Edit:
 
 
 def _sites(
-    local: tuple[LocalTarget, ...], modules: Mapping[str, nn.Module], passes: Passes
+    local: tuple[LocalTarget, ...],
+    modules: Mapping[str, nn.Module],
+    passes: Passes,
+    last_tokens: int | None,
 ) -> tuple[Site, ...]:
     sites: list[Site] = []
     offset = 0
     for target in local:
         call = passes.structure.calls[target.last]
         for index, leaf in _perturbed(call, modules[call.name]):
-            shape = _row_shape(leaf)
+            shape, skipped = _row_shape(leaf), 0
+            if last_tokens is not None:
+                if leaf.axis != 0 or len(shape) != 2:
+                    raise CoverageError(
+                        f"last_tokens needs outputs of shape (B, tokens, channels), and that of "
+                        f"target '{call.name}' is {leaf.shape} for 3 rows; leave it out for this "
+                        "group"
+                    )
+                skipped = max(0, shape[0] - last_tokens)
+                shape = (shape[0] - skipped, shape[1])
             size = prod(shape)
-            sites.append(Site(call.number, index, leaf, offset, size, shape))
+            sites.append(Site(call.number, index, leaf, offset, size, shape, skipped))
             offset += size
     return tuple(sites)
 
