@@ -295,6 +295,7 @@ def test_an_error_leaves_everything_as_it_was(call: int) -> None:
     assert optimizer.engine.steps == 1
 
 
+@pytest.mark.usefixtures("handlers_stay")
 def test_a_signal_in_the_update_waits_until_the_step_is_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
