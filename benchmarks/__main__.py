@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real import MODELS, ROWS
+from benchmarks.real import MODELS, ROWS, WHAT
 from flops import PrecisionWarning
 
 PARTS = {
@@ -62,8 +62,9 @@ def main() -> None:
         "--models", nargs="+", choices=MODELS, metavar="MODEL", help=", ".join(MODELS)
     )
     real.add_argument("--steps", type=int, help="steps of a row behind its first")
+    real.add_argument("--what", nargs="+", choices=WHAT, help="memory, time; both by default")
     given = parser.parse_args()
-    chosen = {key: getattr(given, key) for key in ("rows", "models", "steps")}
+    chosen = {key: getattr(given, key) for key in ("rows", "models", "steps", "what")}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     if chosen and given.parts != ["real"]:
         parser.error(f"--{next(iter(chosen))} is for the part 'real' alone")

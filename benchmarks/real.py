@@ -21,7 +21,7 @@ linear modules of the layers; the others train everything.
 *Cost.* "passes of work" are the forward equivalents of a later step over the batch, by the report
 of the engine or counted in the same way; "probing" is what the first step was charged beside.
 
-    python -m benchmarks real --models smollm2-128 --rows inference bp shaped --steps 2
+    python -m benchmarks real --models smollm2-128 --rows inference bp shaped --what memory
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from flops import StepReport
 from flops.passes.flop_count import WorkMeter
 
 MB = 2**20
+WHAT = ("memory", "time")
 MEASURED = ("smollm2-48", "smollm2-128", "vit-base")
 TIME = {"bp": "time / bp", "bp-lora": "time / bp-lora", "mezo-loop": "time / mezo-loop"}
 MEMORY = {"bp": "bp", "bp-lora": "bp-lora"}
@@ -149,12 +150,15 @@ def _work(step: Step, x: Tensor, y: Tensor) -> float:
     return meter.total
 
 
-def measure(model: str, name: str, steps: int | None = None) -> dict[str, Any]:
+def measure(
+    model: str, name: str, steps: int | None = None, what: Sequence[str] = WHAT
+) -> dict[str, Any]:
     """Measure one row in processes of its own: one for the memory, one for the time."""
     found: dict[str, Any] = {"load before": os.getloadavg()[0]}
     threads = {"OMP_NUM_THREADS": "2"} | os.environ
-    for what, environment in (("memory", threads | ENVIRONMENT), ("time", threads)):
-        command = [sys.executable, "-m", "benchmarks.real", what, model, name, str(steps)]
+    for part in what:
+        environment = threads | ENVIRONMENT if part == "memory" else threads
+        command = [sys.executable, "-m", "benchmarks.real", part, model, name, str(steps)]
         done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
@@ -167,10 +171,10 @@ def compare(rows: dict[str, dict[str, Any]]) -> None:
     """Add ratios to the rows of one model, where what they are ratios to was measured."""
     done = {name: row for name, row in rows.items() if "failed" not in row}
     for base, column in TIME.items():
-        for row in done.values() if base in done else ():
+        for row in done.values() if "passes" in done.get(base, ()) else ():
             row[column] = row["passes"] / done[base]["passes"]
     for base, label in MEMORY.items():
-        for row in done.values() if base in done else ():
+        for row in done.values() if "adds, MB" in done.get(base, ()) else ():
             for what in ("growth", "adds"):
                 row[f"{what} / {label}"] = row[f"{what}, MB"] / done[base][f"{what}, MB"]
 
@@ -179,6 +183,7 @@ def run(
     rows: Sequence[str] = tuple(ROWS),
     models: Sequence[str] = MEASURED,
     steps: int | None = None,
+    what: Sequence[str] = WHAT,
 ) -> dict[str, Any]:
     """All rows of all models, one after the other.
 
@@ -186,6 +191,7 @@ def run(
         rows: Names of `ROWS`; ratios need "bp", "bp-lora" and "mezo-loop" among them.
         models: Names of `MODELS`.
         steps: Later steps of each row; by default what the row says.
+        what: "memory", which other load does not change, "time", or both.
     """
     results: dict[str, Any] = {}
     for model in models:
@@ -195,7 +201,7 @@ def run(
             continue
         found: dict[str, dict[str, Any]] = {}
         for name in rows:
-            found[name] = measure(model, name, steps)
+            found[name] = measure(model, name, steps, what)
             print(f"{model}, {name}: {progress(found[name])}", flush=True)
         compare(found)
         results |= {f"{model}: {name}": row for name, row in found.items()}
@@ -206,11 +212,15 @@ def progress(row: dict[str, Any]) -> str:
     """A row in one line."""
     if "failed" in row:
         return f"failed: {row['failed']}"
-    return (
-        f"first step {row['first, s']:.1f} s, later {row['later, s']:.2f} s, "
-        f"{row['passes']:.2f} passes; grows by {row['growth, MB']:.0f} MB, "
-        f"adds {row['adds, MB']:.0f} MB; load before {row['load before']:.1f}"
-    )
+    said = []
+    if "passes" in row:
+        said.append(
+            f"first step {row['first, s']:.1f} s, later {row['later, s']:.2f} s, "
+            f"{row['passes']:.2f} passes"
+        )
+    if "adds, MB" in row:
+        said.append(f"grows by {row['growth, MB']:.0f} MB, adds {row['adds, MB']:.0f} MB")
+    return "; ".join([*said, f"load before {row['load before']:.1f}"])
 
 
 def markdown(results: dict[str, Any]) -> str:

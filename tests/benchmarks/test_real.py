@@ -182,3 +182,11 @@ def test_ratios_are_to_rows_of_the_same_run() -> None:
     assert rows["shaped"]["adds / bp"] == 0.25
     assert "time / bp-lora" not in rows["shaped"]
     assert rows["block"] == {"failed": "MemoryError"}
+
+
+@linux
+def test_memory_alone_has_no_time(capsys) -> None:
+    results = real.run(("inference", "bp"), ("tiny",), what=("memory",))
+    assert results["tiny: bp"]["adds / bp"] == 1
+    assert "passes" not in results["tiny: bp"]
+    assert "grows by" in capsys.readouterr().out
