@@ -38,7 +38,7 @@ LOG_GAMMA = (-2.0, 2.0)
 
 
 @dataclass(frozen=True)
-class _Learned:
+class _GaussianState:
     """beta0 and beta1 over the mean count, log sigma over the mean count, log gamma; and Adam's."""
 
     theta: Array = field(default_factory=lambda: np.array([1.0, 0.5, np.log(0.2), 0.0]))
@@ -77,7 +77,7 @@ class Gaussian(Learner):
     iterations: int = 10
     interval: int = 1
     learning_rate: float = 0.1
-    _learned: _Learned = field(default_factory=_Learned, init=False, repr=False)
+    _learned: _GaussianState = field(default_factory=_GaussianState, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -185,12 +185,12 @@ class Gaussian(Learner):
         scores[:, :2] = eps @ whitened / np.exp(log_sigma)
         scores[:, 2] = np.square(eps).sum(axis=1) - eps.shape[1]
         if distance is not None and root is not None:
-            slope = np.exp(-distance / (2 * np.exp(2 * log_gamma)))
-            slope = slope * distance / np.exp(2 * log_gamma)
+            derivative = np.exp(-distance / (2 * np.exp(2 * log_gamma)))
+            derivative = derivative * distance / np.exp(2 * log_gamma)
             inverse = np.linalg.inv(root)
             v = eps @ inverse
-            trace = float((inverse @ slope * inverse).sum())
-            scores[:, 3] = ((v @ slope * v).sum(axis=1) - trace) / 2
+            trace = float((inverse @ derivative * inverse).sum())
+            scores[:, 3] = ((v @ derivative * v).sum(axis=1) - trace) / 2
         return scores
 
     def _update(self, gradient: Array, moved: Any, phi: Array, cost: float) -> None:
@@ -218,7 +218,7 @@ class Gaussian(Learner):
         theta[3] = np.clip(theta[3], *LOG_GAMMA)
         before = (old.fast, old.slow) if old.updates else (cost, cost)
         fast, slow = 0.9 * before[0] + 0.1 * cost, 0.98 * before[1] + 0.02 * cost
-        self._learned = _Learned(theta, mean, square, updates, old.calls, fast, slow)
+        self._learned = _GaussianState(theta, mean, square, updates, old.calls, fast, slow)
 
     def _feature(self, signal: Signal) -> Array:
         losses = signal.losses.double().numpy()
@@ -248,11 +248,11 @@ class Gaussian(Learner):
         values: dict[str, Any] = {
             k: v.numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()
         }
-        self._learned = _Learned(**values)
+        self._learned = _GaussianState(**values)
 
 
-def _replace(learned: _Learned, **changes: Any) -> _Learned:
-    return _Learned(**{**vars(learned), **changes})
+def _replace(learned: _GaussianState, **changes: Any) -> _GaussianState:
+    return _GaussianState(**{**vars(learned), **changes})
 
 
 def _cosine_distance(vectors: Array) -> Array:

@@ -36,7 +36,7 @@ FORGET = 0.7  # what a point's own measurements keep of their weight until its n
 
 
 @dataclass(frozen=True)
-class _Learned:
+class _NeymanState:
     """Sufficient statistics of the regression, spread of its residuals, residuals by point."""
 
     scale: float = 0.0
@@ -77,7 +77,7 @@ class Neyman(Learner):
     running: bool = False
     shrink: bool = True
     across_groups: bool = False
-    _learned: _Learned = field(default_factory=_Learned, init=False, repr=False)
+    _learned: _NeymanState = field(default_factory=_NeymanState, init=False, repr=False)
     _fresh: _Pilot | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class Neyman(Learner):
         values: dict[str, Any] = {
             k: v.numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()
         }
-        self._learned = _Learned(**values)
+        self._learned = _NeymanState(**values)
 
 
 def measure(traces: Traces) -> tuple[Array, Array]:
@@ -184,8 +184,8 @@ def measure(traces: Traces) -> tuple[Array, Array]:
     return y.numpy(), v.numpy()
 
 
-def _with(learned: _Learned, **changes: Any) -> _Learned:
-    return _Learned(**{**vars(learned), **changes})
+def _with(learned: _NeymanState, **changes: Any) -> _NeymanState:
+    return _NeymanState(**{**vars(learned), **changes})
 
 
 def _features(signal: Signal, scale: float) -> Array:
@@ -199,7 +199,7 @@ def _ridge() -> Array:
     return RIDGE * np.diag([1e-6, *[1.0] * DEGREE])  # the level is free
 
 
-def _predict(learned: _Learned, signal: Signal) -> Array:
+def _predict(learned: _NeymanState, signal: Signal) -> Array:
     coefficients = np.linalg.solve(learned.gram + _ridge(), learned.moment)
     return np.asarray(_features(signal, learned.scale) @ coefficients)
 
@@ -213,7 +213,7 @@ def _places(signal: Signal) -> Any:
     return signal.index.long().numpy()
 
 
-def _recall(learned: _Learned, signal: Signal) -> tuple[Array, Array]:
+def _recall(learned: _NeymanState, signal: Signal) -> tuple[Array, Array]:
     places, known = _places(signal), learned.places
     if not len(known):
         return np.zeros(len(places)), np.zeros(len(places))
@@ -222,7 +222,7 @@ def _recall(learned: _Learned, signal: Signal) -> tuple[Array, Array]:
     return np.where(here, learned.residual[at], 0.0), np.where(here, learned.precision[at], 0.0)
 
 
-def _remember(learned: _Learned, signal: Signal, residual: Array, v: Array) -> _Learned:
+def _remember(learned: _NeymanState, signal: Signal, residual: Array, v: Array) -> _NeymanState:
     kept, precision = _recall(learned, signal)
     everywhere = np.union1d(learned.places, _places(signal))
     residuals, precisions = np.zeros((2, len(everywhere)))

@@ -53,7 +53,7 @@ from flops.passes.checks import (
     unwrap,
 )
 from flops.passes.intercept import Claim
-from flops.passes.interrupts import Hold, Whole
+from flops.passes.interrupts import Atomic, DeferSignals
 from flops.passes.replay import Passes
 
 SCHEMA = 2
@@ -165,7 +165,7 @@ class ForwardGradient:
             self.check_seeded()
             if exact:
                 raise ValueError("exact=True compares gradients in .grad; leave update out")
-        with Hold(), ExitStack() as whole:
+        with DeferSignals(), ExitStack() as whole:
             return self._estimate(inputs, targets, index, float(scale), exact, update, whole)
 
     def _estimate(
@@ -197,7 +197,7 @@ class ForwardGradient:
             truth = exact_gradients(self.model, session.passes.batch) if exact else None
             writer = writer_of(steps, session, update)
             if writer.streaming:  # from the first hook on the step is taken as a whole
-                whole.enter_context(Whole())
+                whole.enter_context(Atomic())
             write_gradients(steps, session, writer, truth, scale)
         named = {step.group.name: step for step in steps}
         report = StepReport(
@@ -214,7 +214,7 @@ class ForwardGradient:
             cosine={name: step.cosine for name, step in named.items()} if exact else {},
         )
         # Without hooks nothing is written before this line: whatever fails leaves all as it was.
-        with Whole():
+        with Atomic():
             writer.commit()
             self.memory, self.allocators = memory, allocators
             self.steps += 1
@@ -259,7 +259,7 @@ class ForwardGradient:
         if isinstance(ranks, Collectives):
             prints = fingerprint(self.model, batch.leaves, places, self.steps, self.seed)
             ranks.check_same(prints)
-        with Hold(), Claim(self.modules):
+        with DeferSignals(), Claim(self.modules):
             state = RandomState()
             try:
                 with slow_attention_path(), no_autocast_cache():

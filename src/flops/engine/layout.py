@@ -39,7 +39,7 @@ class Layout:
         structure: Of the forward pass.
         bindings: Of the groups' estimators.
         embedding: Where points are embedded, if they are.
-        alone: Whether it was seen with a single point, which cannot show whether points mix.
+        single: Whether it was seen with a single point, which cannot show whether points mix.
         needed: Calls whose clean outputs must be recorded.
         rows: Rows in a pass that take little memory.
     """
@@ -47,7 +47,7 @@ class Layout:
     structure: Structure
     bindings: list[Binding]
     embedding: Embedding | None
-    alone: bool
+    single: bool
 
     def __post_init__(self) -> None:
         """What every step would work out again."""
@@ -111,12 +111,12 @@ class Layouts:
         types = tuple((p.dtype, p.device) for _, p in named)
         sizes, kind = ((signature, modes, types) for signature in batch.signatures())
         known = self._known.get(sizes)
-        if known and not (known.alone and batch.size > 1):
+        if known and not (known.single and batch.size > 1):
             self._known[sizes] = self._known.pop(sizes)  # the latest used is the last to go
             return known, 0.0
         alike = self._kinds.get(kind)
         layout, cost = None, 0.0
-        if alike and not (alike.alone and batch.size > 1):
+        if alike and not (alike.single and batch.size > 1):
             layout, cost = self._resize(alike, batch, state)
         if layout is None:
             layout, more = self._inspect(batch, state, trainable)
@@ -168,16 +168,16 @@ class Layouts:
             if structure is None:
                 return None, float(FEW)
             bindings = self._bind(Passes(self._model, self._modules, structure, batch))
-        return self._layout(structure, bindings, alike.alone), float(FEW)
+        return self._layout(structure, bindings, alike.single), float(FEW)
 
     def _bind(self, passes: Passes) -> list[Binding]:
         return [group.estimator.bind(group, passes, self._reuse) for group in self._groups]
 
-    def _layout(self, structure: Structure, bindings: list[Binding], alone: bool) -> Layout:
+    def _layout(self, structure: Structure, bindings: list[Binding], single: bool) -> Layout:
         found = None
         if self._embed or self._embedding is not None:
             found = find_embedding(structure, self._modules, self._embedding)
-        return Layout(structure, bindings, found, alone)
+        return Layout(structure, bindings, found, single)
 
 
 def _confirmed(passes: Passes, bindings: Sequence[Binding]) -> bool:

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from flops.estimators.base import (
-    Answer,
     BatchPlan,
     Perturbation,
     Plan,
     PointPlan,
+    RowResults,
     Rows,
     Sink,
 )
 from flops.passes.checks import check_finite
-from flops.passes.local_vjp import Gradients, LocalTarget, local_products
+from flops.passes.local_vjp import Gradients, LocalTarget, local_vjps
 from flops.passes.replay import Passes, Record
 from flops.perturb.activations import Sites
 
@@ -248,7 +248,7 @@ class LocalRunner:
     cost: Cost
     ranks: Ranks = field(default_factory=Ranks)
 
-    def run(self, name: str, perturbation: Perturbation, rows: Rows) -> Answer:
+    def run(self, name: str, perturbation: Perturbation, rows: Rows) -> RowResults:
         """Perturbed losses of a chunk of rows.
 
         Raises:
@@ -267,7 +267,7 @@ class LocalRunner:
         losses = losses.clone() if losses.is_inference() else losses
         if self.world_size == 1:
             check_finite(losses, f"a query of group '{name}'", rows.points)
-        return Answer(losses)
+        return RowResults(losses)
 
     @property
     def world_size(self) -> int:
@@ -306,7 +306,7 @@ class LocalRunner:
         """Forward equivalents of work that is neither a query nor a local product."""
         self.cost.local += cost
 
-    def products(
+    def local_vjps(
         self,
         sites: Sites,
         deltas: Mapping[int, Mapping[int, Tensor]],
@@ -337,7 +337,7 @@ class LocalRunner:
                 if last and last_use[parameter] == target.last:  # a tied one has several targets
                     sink.complete([parameter], after=calls[target.last].end)
 
-            local_products(
+            local_vjps(
                 self.passes,
                 sites.local_prefix,
                 self.record,

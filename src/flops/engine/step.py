@@ -25,12 +25,12 @@ from flops.engine.pilot import Pilot
 from flops.engine.rows import Cost, LocalRunner, Ranks, gathered, own_chunks
 from flops.errors import QueryError
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Perturbation,
     Plan,
     Queries,
+    RowResults,
     Rows,
 )
 from flops.estimators.variance import traces_of, variance
@@ -290,19 +290,19 @@ class QueryLoop:
         step = self._steps[number]
         return Query(step, rows, step.estimation.ask(rows))
 
-    def tell(self, query: Query, answer: Answer) -> None:
+    def tell(self, query: Query, results: RowResults) -> None:
         """What the rows showed; charged to their group."""
         step, count = query.step, len(query.rows.points)
         step.cost.rows += count
         step.cost.queries += count * (1 - query.perturbation.prefix.share)
-        values = step.estimation.tell(query.rows, answer)
+        values = step.estimation.tell(query.rows, results)
         self._values[self._steps.index(step)].append(values)
 
     def _advance(self) -> bool:
         """Meet the other ranks, and find out what is wanted next."""
         several = self._ranks.size > 1
         if self._round:
-            self._meet()
+            self._synchronise()
         self._round = {}
         for number, step in enumerate(self._steps):
             plan = step.plan()
@@ -315,10 +315,10 @@ class QueryLoop:
             chunks = own_chunks(plan, self._size, self._chunk, self._ranks)
             self._queue.extend((number, rows) for rows in chunks)
         if several and not self._round:
-            self._settle()
+            self._sum_costs()
         return bool(self._round)
 
-    def _meet(self) -> None:
+    def _synchronise(self) -> None:
         found = gathered(
             [(p, self._values[n], self._steps[n].estimation.dtype) for n, p in self._round.items()],
             self._size,
@@ -330,7 +330,7 @@ class QueryLoop:
                 check_finite(values, f"queries of group '{step.group.name}'", points)
             step.estimation.collect(values, points, step.runner)
 
-    def _settle(self) -> None:
+    def _sum_costs(self) -> None:
         """Charge what the other ranks ran."""
         costs = [value for s in self._steps for value in (float(s.cost.rows), s.cost.queries)]
         found = iter(self._ranks.sum_scalars(costs))
@@ -338,11 +338,11 @@ class QueryLoop:
             step.cost.rows, step.cost.queries = round(next(found)), next(found)
 
 
-Run = Callable[[Query], Answer]
+Run = Callable[[Query], RowResults]
 """Runs a query."""
 
 
-def run_query(query: Query) -> Answer:
+def run_query(query: Query) -> RowResults:
     """Run a query on the model."""
     return query.step.runner.run(query.step.group.name, query.perturbation, query.rows)
 

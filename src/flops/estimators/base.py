@@ -95,7 +95,7 @@ class Perturbation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowResults:
     """What a chunk of rows showed: losses of shape (R,), and outputs of shape (R, K) if any."""
 
     losses: Tensor
@@ -195,7 +195,7 @@ class Runner(Protocol):
         """Cost of the local products of a point, in forward passes."""
         ...
 
-    def products(
+    def local_vjps(
         self,
         sites: Sites,
         deltas: Mapping[int, Mapping[int, Tensor]],
@@ -238,13 +238,13 @@ class Estimation(ABC):
         """Perturbation of a chunk of rows; of a `BatchPlan`, ``draws`` is its number for all."""
         raise NotImplementedError
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """The answer to the last `ask`: returns what all ranks must know.
 
         One value per draw of a `PointPlan`, the directional derivatives; one per row of a
         `BatchPlan`, the losses.
         """
-        return answer.losses.cpu()
+        return results.losses.cpu()
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """What `tell` returned for all rows of the plan, on all ranks; the points of the values."""

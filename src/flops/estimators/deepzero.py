@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from flops.allocators.counts import round_counts
 from flops.estimators.base import (
-    Answer,
     BatchPlan,
     Estimate,
     Estimation,
@@ -31,6 +30,7 @@ from flops.estimators.base import (
     Perturbation,
     Plan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
@@ -40,10 +40,10 @@ from flops.estimators.variance import Collected, warn_if_rounding
 from flops.passes.binding import Binding
 from flops.passes.intercept import Action, Forward
 from flops.passes.local_vjp import Gradients
-from flops.passes.replay import Passes, Prefix, nothing
+from flops.passes.replay import Passes, Prefix, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
-from flops.perturb.parameter_calls import Unit, Units, find_units
+from flops.perturb.parameter_calls import CalledModule, ParameterCalls, find_parameter_calls
 from flops.perturb.random import generator
 
 
@@ -80,13 +80,13 @@ class DeepZero(Estimator):
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Coordinates:
         """Find the units, and for each what can be reused before it."""
-        units = find_units(selection, passes, reuse)
+        found = find_parameter_calls(selection, passes, reuse)
         calls = passes.structure.calls
         prefixes = [
-            passes.prefix(calls[unit.calls[0]].start) if reuse else nothing(passes.structure)
-            for unit in units.units
+            passes.prefix(calls[called.calls[0]].start) if reuse else empty_prefix(passes.structure)
+            for called in found.modules
         ]
-        return Coordinates(units, tuple(prefixes))
+        return Coordinates(found, tuple(prefixes))
 
     def begin(self, binding: Coordinates, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
@@ -113,10 +113,10 @@ class _CoordinateWise(Estimation):
             # The same noise for both gradients, so that their difference is not drowned in it.
             counts = torch.full((self._queries.size,), 2 * self._options.score_draws)
             scoring = replace(self._queries, counts=counts, memory={"warned_of_rounding": True})
-            self._scoring = self._spsa.begin(self._binding.units, scoring, None)  # type: ignore[arg-type]
+            self._scoring = self._spsa.begin(self._binding.calls, scoring, None)  # type: ignore[arg-type]
             return self._scoring.plan()
         self._chosen = list(self._coordinates())
-        return BatchPlan([self._binding.by_unit[number] for number, *_ in self._chosen])
+        return BatchPlan([self._binding.by_module[number] for number, *_ in self._chosen])
 
     def ask(self, rows: Rows) -> Perturbation:
         """One coordinate moved by sigma."""
@@ -125,14 +125,14 @@ class _CoordinateWise(Estimation):
             return found if self._here is None else self._moved(found, self._here)
         assert self._chosen is not None
         number, parameter, at = self._chosen[int(rows.draws[0])]
-        unit = self._binding.units.units[number]
-        action = _step(unit, parameter, at, self._options.sigma)
-        around = dict.fromkeys(unit.calls, action)
-        return Perturbation(self._binding.by_unit[number], around=around)
+        called = self._binding.calls.modules[number]
+        action = _step(called, parameter, at, self._options.sigma)
+        around = dict.fromkeys(called.calls, action)
+        return Perturbation(self._binding.by_module[number], around=around)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Losses of all points."""
-        return answer.losses.cpu()
+        return results.losses.cpu()
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """The derivatives; of the scoring rounds the ratios."""
@@ -174,9 +174,9 @@ class _CoordinateWise(Estimation):
 
     def _coordinates(self) -> Iterator[tuple[int, nn.Parameter, tuple[Tensor, ...]]]:
         """The set S: unit, parameter and place."""
-        queries, units = self._queries, self._binding.units.units
+        queries, modules = self._queries, self._binding.calls.modules
         places = self._binding.places
-        sizes = torch.tensor([units[number].size(path) for number, path, _ in places])
+        sizes = torch.tensor([modules[number].size(path) for number, path, _ in places])
         wanted = self._wanted()
         if "ratios" not in queries.memory:
             queries.memory["ratios"] = sizes.double() / sizes.double().sum()
@@ -185,9 +185,9 @@ class _CoordinateWise(Estimation):
         for place, (number, path, parameter) in enumerate(places):
             source = generator(seed, step // self._options.shuffle, group, place)
             order = torch.randperm(int(sizes[place]), generator=source)[: int(counts[place])]
-            if path in units[number].padding:  # what only pads is not in the set
+            if path in modules[number].padding:  # what only pads is not in the set
                 width = parameter[0].numel()
-                order = order + width * (order >= width * units[number].padding[path])
+                order = order + width * (order >= width * modules[number].padding[path])
             for i in order:
                 yield (
                     number,
@@ -196,8 +196,8 @@ class _CoordinateWise(Estimation):
                 )  # any memory format
 
     def _wanted(self) -> int:
-        units = self._binding.units.units
-        sizes = [units[number].size(path) for number, path, _ in self._binding.places]
+        modules = self._binding.calls.modules
+        sizes = [modules[number].size(path) for number, path, _ in self._binding.places]
         return min(int(self._queries.counts[0]), sum(sizes))
 
     def _grasp(self, here: Gradients, there: Gradients) -> Tensor:
@@ -205,8 +205,8 @@ class _CoordinateWise(Estimation):
         places, sigma = self._binding.places, self._options.sigma
         scores = [-p.detach() * (there[p] - here[p]) / sigma for *_, p in places]
         for score, (number, path, _) in zip(scores, places, strict=True):
-            if path in self._binding.units.units[number].padding:
-                score[self._binding.units.units[number].padding[path]] = -torch.inf
+            if path in self._binding.calls.modules[number].padding:
+                score[self._binding.calls.modules[number].padding[path]] = -torch.inf
         best = torch.cat([score.flatten() for score in scores]).topk(self._wanted()).indices
         owner = torch.repeat_interleave(
             torch.arange(len(scores)), torch.tensor([score.numel() for score in scores])
@@ -230,42 +230,44 @@ class _CoordinateWise(Estimation):
 
             return action
 
-        units = self._binding.units
-        by_call = {n: tuple(u.parameters.values()) for u in units.units for n in u.calls}
-        if units.root is not None and units.root in found.around:  # all of them for the whole pass
-            by_call = {units.root: units.parameters}
+        calls = self._binding.calls
+        by_call = {n: tuple(u.parameters.values()) for u in calls.modules for n in u.calls}
+        if calls.root is not None and calls.root in found.around:  # all of them for the whole pass
+            by_call = {calls.root: calls.parameters}
         around = {n: wrapped(by_call[n], inner) for n, inner in found.around.items()}
         return replace(found, around=around)
 
 
 class Coordinates(Binding):
-    """Units of the group and the prefix of each."""
+    """Parameter calls of the group and the prefix of each."""
 
-    def __init__(self, units: Units, prefixes: tuple[Prefix, ...]) -> None:
-        self.units, self.by_unit = units, prefixes
-        self.prefixes = (units.prefix, *prefixes)
+    def __init__(self, calls: ParameterCalls, prefixes: tuple[Prefix, ...]) -> None:
+        self.calls, self.by_module = calls, prefixes
+        self.prefixes = (calls.prefix, *prefixes)
 
     @property
     def places(self) -> list[tuple[int, str, nn.Parameter]]:
         """Every parameter at every unit that uses it."""
         return [
             (number, path, parameter)
-            for number, unit in enumerate(self.units.units)
-            for path, parameter in unit.parameters.items()
+            for number, called in enumerate(self.calls.modules)
+            for path, parameter in called.parameters.items()
         ]
 
     def covers(self, use: Use) -> bool:
         """While a unit of that parameter runs."""
-        return self.units.covers(use)
+        return self.calls.covers(use)
 
 
-def _step(unit: Unit, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: float) -> Action:
+def _step(
+    called: CalledModule, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: float
+) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data = parameter.data
         moved = data.clone()
         moved[at] += sigma
         try:
-            with unit.clean_padding():
+            with called.clean_padding():
                 parameter.data = moved
                 return forward(*args, **kwargs)
         finally:

@@ -15,7 +15,7 @@ from flops.passes.batch import Batch
 from flops.passes.binding import Binding
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
-from flops.passes.replay import Passes, nothing
+from flops.passes.replay import Passes, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
 
@@ -91,7 +91,7 @@ def _backpropagate(
     alone = runner.world_size == 1
     with torch.enable_grad():
         passes = runner.passes
-        losses = passes.run(nothing(passes.structure), {}, torch.arange(begin, end))
+        losses = passes.run(empty_prefix(passes.structure), {}, torch.arange(begin, end))
         if alone:
             check_finite(losses.detach(), "the forward pass")
         if not losses.requires_grad:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError, PrecisionWarning
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Estimator,
     Perturbation,
     PointPlan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
@@ -225,11 +225,11 @@ class _Isotropic(Estimation):
             edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Add w z to the deltas of the points."""
         once = slice(None, None, self._options.unit)
         clean = self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(answer.losses.cpu(), clean, self.dtype)
+        w = self._options.derivatives(results.losses.cpu(), clean, self.dtype)
         weighted = rows.weights[once].to(self.dtype) * w
         accumulate(self._delta, rows.points[once], weighted, self._z)
         return w
@@ -253,7 +253,7 @@ class _Isotropic(Estimation):
         own = None if self._repeat else runner.own_points(self._counts)
         deltas = binding.split(self._delta.mul_(scale / self._queries.size))
         self._delta = torch.empty(0)
-        runner.products(binding, deltas, sink, own, energies.see)
+        runner.local_vjps(binding, deltas, sink, own, energies.see)
         if energies.closed:
             self._factors = runner.max(energies.total)
 
@@ -313,11 +313,11 @@ class _Shaped(Estimation):
             edits = self._binding.edits(_signed(z, self._options.unit), self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Derivatives along unit vectors."""
         once = slice(None, None, self._options.unit)
         clean = self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(answer.losses.cpu(), clean, self.dtype)
+        w = self._options.derivatives(results.losses.cpu(), clean, self.dtype)
         return self._step.scaled(rows.points[once], rows.draws[once], w)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
@@ -334,7 +334,7 @@ class _Shaped(Estimation):
         self._factors = jacobian_energy(binding, self._queries, runner)
         deltas = binding.split(self._step.delta * (scale / size))
         own = runner.share(size) if runner.world_size > 1 else None
-        runner.products(binding, deltas, sink, own)
+        runner.local_vjps(binding, deltas, sink, own)
 
     def finish(self) -> Estimate:
         """Derivatives, energies and errors."""

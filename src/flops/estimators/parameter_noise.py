@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Estimator,
     Perturbation,
     PointPlan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
@@ -37,14 +37,14 @@ from flops.passes.intercept import Action, Forward
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
-from flops.perturb.parameter_calls import Entry, Unit, Units, find_units
+from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls, find_parameter_calls
 from flops.perturb.random import Kind, NoiseStream, SharedKind
 from flops.perturb.rowwise import (
     RowNoise,
     batch_first,
     is_rank_one,
-    thin_of,
-    thin_products,
+    rowwise_product_of,
+    rowwise_products,
     used_tokens,
 )
 from flops.subspace.config import Shaping
@@ -112,20 +112,20 @@ class ParameterNoise(Estimator):
         """Noise of draws that are a point's own."""
         return self._isotropic if self.shaping is not None else "rademacher"
 
-    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Units:
+    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> ParameterCalls:
         """Find the calls around which the parameters are perturbed."""
-        rowwise = () if self.shared else tuple(thin_products())
-        units = find_units(selection, passes, reuse, rowwise)
+        rowwise = () if self.shared else tuple(rowwise_products())
+        calls = find_parameter_calls(selection, passes, reuse, rowwise)
         if self.shaping is not None:
-            check_size(selection.name, units)
-        return units
+            check_size(selection.name, calls)
+        return calls
 
-    def verify(self, binding: Units, passes: Passes) -> None:
+    def verify(self, binding: ParameterCalls, passes: Passes) -> None:
         """A table that all points share can be perturbed if the model keeps the rows apart."""
         if not self.shared:
             _check_rows(binding, passes)
 
-    def begin(self, binding: Units, queries: Queries, runner: Runner) -> Estimation:
+    def begin(self, binding: ParameterCalls, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
         if self.shaping is not None:
             return ShapedParameters(self, self.shaping, binding, queries)
@@ -145,14 +145,14 @@ class ParameterNoise(Estimator):
             warn_if_rounding(queries, (derivatives * self.sigma).to(queries.losses.dtype), loss)
 
 
-def _layout(units: Units) -> tuple[list[Entry], int]:
+def _layout(calls: ParameterCalls) -> tuple[list[Entry], int]:
     entries, offset = [], 0
-    for unit in units.units:
-        for path, parameter in unit.parameters.items():
+    for called in calls.modules:
+        for path, parameter in called.parameters.items():
             out, rest = parameter.numel(), 0
-            if is_rank_one(unit.module, parameter):
+            if is_rank_one(called.module, parameter):
                 out, rest = parameter.size(0), parameter[0].numel()
-            entries.append(Entry(unit, path, parameter, offset, out, rest))
+            entries.append(Entry(called, path, parameter, offset, out, rest))
             offset += out + rest
     return entries, offset
 
@@ -162,9 +162,9 @@ class _Pointwise(Estimation):
 
     partial = True
 
-    def __init__(self, options: ParameterNoise, units: Units, queries: Queries) -> None:
-        self._options, self._units, self._queries = options, units, queries
-        self._entries, size = _layout(units)
+    def __init__(self, options: ParameterNoise, calls: ParameterCalls, queries: Queries) -> None:
+        self._options, self._calls, self._queries = options, calls, queries
+        self._entries, size = _layout(calls)
         self.dtype = torch.promote_types(torch.float32, self._entries[0].parameter.dtype)
         self._device = self._entries[0].parameter.device
         self._gradients = {
@@ -176,7 +176,7 @@ class _Pointwise(Estimation):
             "rademacher", queries.key, queries.ids, draws, size, self._device
         )
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
-        self._sizes = torch.full((queries.size,), float(units.size))
+        self._sizes = torch.full((queries.size,), float(calls.size))
         self._z, self._seen = torch.empty(0), dict[str, Tensor]()
         self._derivatives, self._points = torch.empty(0), torch.empty(0)
 
@@ -192,23 +192,23 @@ class _Pointwise(Estimation):
         self._z, self._seen = z.to(self._device, self.dtype), {}  # (draws, size)
         scale = (self._options.sigma * rows.signs).to(self._z).unsqueeze(1)  # (R, 1)
         noisy = self._z.repeat_interleave(unit, 0) if unit > 1 else self._z
-        structure = self._units.structure
+        structure = self._calls.structure
         around = _perturb_rows(structure, self._entries, noisy, self._seen, scale)
-        return Perturbation(self._units.prefix, around=around)
+        return Perturbation(self._calls.prefix, around=around)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Add w z to the gradients."""
         once = slice(None, None, self._options.unit)
         at, clean = rows.points[once], self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(answer.losses.cpu(), clean).to(self.dtype)
+        w = self._options.derivatives(results.losses.cpu(), clean).to(self.dtype)
         weighted = rows.weights[once].to(self.dtype) * w / self._queries.size
-        self._sizes[at] = float(self._units.size)
+        self._sizes[at] = float(self._calls.size)
         for entry in self._entries:
-            used = self._seen.get(entry.unit.name)
+            used = self._seen.get(entry.called.name)
             if used is not None:  # the rest of the table is not part of the estimate
                 used = used[once]
                 read = entry.rest * used.sum(1, dtype=torch.float32).cpu()
-                self._sizes[at] += read - entry.unit.size(entry.path)
+                self._sizes[at] += read - entry.called.size(entry.path)
             total = self._gradients[entry.parameter]
             _add(total, entry, self._z, weighted.to(self._device), used)
         return w
@@ -241,38 +241,44 @@ def _perturb_rows(
     scale: Tensor | float = 1.0,
 ) -> dict[int, Action]:
     around: dict[int, Action] = {}
-    for unit in {entry.unit.name: entry.unit for entry in entries}.values():
-        parts = {e.path: e.noise(noise, scale) for e in entries if e.unit is unit}
-        for number in unit.calls:
-            around[number] = _thin_action(unit, structure.calls[number], parts, seen)
+    for called in {entry.called.name: entry.called for entry in entries}.values():
+        parts = {e.path: e.noise(noise, scale) for e in entries if e.called is called}
+        for number in called.calls:
+            around[number] = _rowwise_action(called, structure.calls[number], parts, seen)
     return around
 
 
-def _thin_action(unit: Unit, call: Call, parts: RowNoise, seen: dict[str, Tensor]) -> Action:
+def _rowwise_action(
+    called: CalledModule, call: Call, parts: RowNoise, seen: dict[str, Tensor]
+) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if type(unit.module) is nn.Embedding:
+        if type(called.module) is nn.Embedding:
             a, _ = parts["weight"]
-            mask = used_tokens(unit.module, batch_first(args, kwargs, len(a), call)).to(a)
-            seen[unit.name] = torch.maximum(seen.get(unit.name, mask), mask)
-        with unit.clean_padding():
-            return thin_of(unit.module)(unit.module, forward, args, kwargs, parts, call)
+            mask = used_tokens(called.module, batch_first(args, kwargs, len(a), call)).to(a)
+            seen[called.name] = torch.maximum(seen.get(called.name, mask), mask)
+        with called.clean_padding():
+            return rowwise_product_of(called.module)(
+                called.module, forward, args, kwargs, parts, call
+            )
 
     return action
 
 
-def _check_rows(units: Units, passes: Passes) -> None:
+def _check_rows(calls: ParameterCalls, passes: Passes) -> None:
     """A table that all points share is spread over the rows, if the model keeps them apart."""
-    calls = [units.structure.calls[number] for unit in units.units for number in unit.calls]
-    tables = {c.name for c in calls if any(leaf.axis is None for _, leaf in c.tensors)}
-    entries, size = _layout(units)
+    recorded = [
+        calls.structure.calls[number] for called in calls.modules for number in called.calls
+    ]
+    tables = {c.name for c in recorded if any(leaf.axis is None for _, leaf in c.tensors)}
+    entries, size = _layout(calls)
     device = entries[0].parameter.device
 
     def perturb(scale: Tensor) -> dict[str, Any]:
         signs = NoiseStream("rademacher", (), [0], [len(scale)], size, device)
         noise = signs.take(0, 0, len(scale)) * scale.to(device).unsqueeze(1)
-        return {"around": _perturb_rows(units.structure, entries, noise / 10, {})}
+        return {"around": _perturb_rows(calls.structure, entries, noise / 10, {})}
 
-    if tables and not passes.rows_apart(perturb):
+    if tables and not passes.rows_are_independent(perturb):
         raise CoverageError(
             f"the output of {sorted(tables)} has no batch axis, and the model "
             "does not take one, so it cannot be perturbed point by point; use shared=True"

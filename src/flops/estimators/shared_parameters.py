@@ -27,9 +27,9 @@ from flops.estimators.base import (
     Sink,
 )
 from flops.passes.intercept import Action, Forward
-from flops.passes.replay import nothing
+from flops.passes.replay import empty_prefix
 from flops.perturb.draws import Draws, DrawShape, shifted
-from flops.perturb.parameter_calls import Unit, Units
+from flops.perturb.parameter_calls import CalledModule, ParameterCalls
 from flops.perturb.random import SharedKind, fill
 
 
@@ -56,15 +56,15 @@ class SharedNoise(Protocol):
 class SharedEstimation(Estimation):
     """Mean losses of the batch under each draw, then the sum of w z, parameter by parameter."""
 
-    def __init__(self, options: SharedNoise, units: Units, queries: Queries) -> None:
-        self._options, self._units, self._queries = options, units, queries
+    def __init__(self, options: SharedNoise, calls: ParameterCalls, queries: Queries) -> None:
+        self._options, self._calls, self._queries = options, calls, queries
         self.dtype = queries.losses.dtype
         self._draws = int(queries.counts[0]) // options.unit
-        self._shape = DrawShape(units.parameters, units.padding)
+        self._shape = DrawShape(calls.parameters, calls.padding)
         self._kept: dict[int, Tensor] = {}  # the latest draw of a small group
         # Without a clean pass there is nothing to replay.
-        recorded = units.prefix.needed <= queries.recorded
-        self._prefix = units.prefix if recorded else nothing(units.structure)
+        recorded = calls.prefix.needed <= queries.recorded
+        self._prefix = calls.prefix if recorded else empty_prefix(calls.structure)
         self._planned = False
         self._derivatives = torch.empty(0)
         self._loss = float("nan")
@@ -81,11 +81,11 @@ class SharedEstimation(Estimation):
         draw, second = divmod(int(rows.draws[0]), self._options.unit)
         alpha = -self._options.sigma if second else self._options.sigma
         around: dict[int, Action] = {}
-        if self._shape.small and self._units.root is not None:
-            around[self._units.root] = self._shift_all(draw, alpha)
+        if self._shape.small and self._calls.root is not None:
+            around[self._calls.root] = self._shift_all(draw, alpha)
         else:
-            for unit in self._units.units:
-                around.update(dict.fromkeys(unit.calls, self._shift(unit, draw, alpha)))
+            for called in self._calls.modules:
+                around.update(dict.fromkeys(called.calls, self._shift(called, draw, alpha)))
         return Perturbation(self._prefix, around=around)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
@@ -114,16 +114,16 @@ class SharedEstimation(Estimation):
         """Where each parameter begins in a draw."""
         return dict(zip(self._shape.parameters, self._shape.offsets, strict=False))
 
-    def _shift(self, unit: Unit, draw: int, alpha: float) -> Action:
+    def _shift(self, called: CalledModule, draw: int, alpha: float) -> Action:
         """Parameters of a unit point to perturbed copies while it runs."""
         kind, key = self._options.noise, (*self._queries.key, draw)
 
         def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            saved = [(p, p.data) for p in unit.parameters.values()]
+            saved = [(p, p.data) for p in called.parameters.values()]
             try:
-                with unit.clean_padding() if unit.lookups else nullcontext():
-                    for path, p in unit.parameters.items():
-                        padding = unit.padding.get(path)
+                with called.clean_padding() if called.lookups else nullcontext():
+                    for path, p in called.parameters.items():
+                        padding = called.padding.get(path)
                         p.data = shifted(p.data, kind, key, alpha, self._starts[p], padding)
                     return forward(*args, **kwargs)
             finally:

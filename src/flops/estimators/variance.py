@@ -140,7 +140,7 @@ def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
         deltas = sites.split(_signs(sites, queries, *own))
         # Gradients that several ranks have a part of are summed before they are measured.
         found = Energy() if runner.world_size == 1 else Collected()
-        runner.products(sites, deltas, found, own)
+        runner.local_vjps(sites, deltas, found, own)
         if isinstance(found, Energy):
             now = found.total
         else:

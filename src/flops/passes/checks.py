@@ -77,7 +77,7 @@ class RandomState:
         self._numpy = np.random.get_state(legacy=False)
         self._python = random.getstate()
 
-    def moved(self) -> bool:
+    def advanced(self) -> bool:
         """Whether anybody drew from a global generator since."""
         cuda = torch.cuda.get_rng_state_all() if self._cuda else []
         return (
@@ -171,7 +171,7 @@ def check_deterministic(state: RandomState, modules: Mapping[str, nn.Module]) ->
     Raises:
         RandomnessError: With the dropout modules that are on, if there are any.
     """
-    if not state.moved():
+    if not state.advanced():
         return
     state.restore()
     active = [

@@ -24,11 +24,11 @@ from flops.passes.interrupts import check
 
 Forward = Callable[..., Any]
 Action = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-Script = Mapping[str, Sequence[Action | None]]
+Actions = Mapping[str, Sequence[Action | None]]
 """For a module's name the actions of its calls in order; None runs the module as it is."""
 
 _MISSING = object()
-_MARK = "_flops_scripted"
+_MARK = "_flops_intercepted"
 _lock = threading.RLock()  # of a kind that a signal handler in the same thread can take again
 _open: list[Claim] = []
 
@@ -47,15 +47,15 @@ class Leave(BaseException):
 
 
 @contextmanager
-def scripted(modules: Mapping[str, nn.Module], script: Script) -> Iterator[None]:
+def intercepted(modules: Mapping[str, nn.Module], actions: Actions) -> Iterator[None]:
     """Run the enclosed forward pass by the script; the modules are as before afterwards."""
     check()
     saved: list[tuple[nn.Module, Any]] = []
     try:
-        for name, actions in script.items():
+        for name, of_module in actions.items():
             module = modules[name]
             saved.append((module, module.__dict__.get("forward", _MISSING)))
-            module.__dict__["forward"] = _scripted(name, module.forward, actions)
+            module.__dict__["forward"] = _intercepted(name, module.forward, of_module)
         yield
     finally:
         for module, forward in reversed(saved):
@@ -65,7 +65,7 @@ def scripted(modules: Mapping[str, nn.Module], script: Script) -> Iterator[None]
                 module.__dict__["forward"] = forward
 
 
-def _scripted(name: str, original: Forward, actions: Sequence[Action | None]) -> Forward:
+def _intercepted(name: str, original: Forward, actions: Sequence[Action | None]) -> Forward:
     remaining = iter(actions)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -86,12 +86,12 @@ def _scripted(name: str, original: Forward, actions: Sequence[Action | None]) ->
     return forward
 
 
-def is_scripted(module: nn.Module) -> bool:
+def is_intercepted(module: nn.Module) -> bool:
     """Whether a pass by a script is under way."""
     return hasattr(module.__dict__.get("forward"), _MARK)
 
 
-def everywhere(wrap: Callable[[str], Action], modules: Mapping[str, nn.Module]) -> Script:
+def everywhere(wrap: Callable[[str], Action], modules: Mapping[str, nn.Module]) -> Actions:
     """A script with one action per module, used for every call of it."""
     return {name: _Endless(wrap(name)) for name in modules}
 
@@ -152,7 +152,7 @@ class Claim:
                 "of a step need the same weights: let the threads take turns (one lock around "
                 "estimate and the optimizer's step), or give each its own copy.deepcopy(model)."
             )
-        if any(is_scripted(module) for module in self._modules.values()):
+        if any(is_intercepted(module) for module in self._modules.values()):
             raise FlopsError(
                 "estimate was called in the middle of a pass of another estimate of the same "
                 f"model{self._shared(other)}: from a loss function, a hook, a forward or a signal "

@@ -31,23 +31,23 @@ _OURS = frozenset({__name__.partition(".")[0], "torch", "contextlib"})
 _WORK_FOR_CALLER = sys.stdlib_module_names | {"numpy", ""}
 
 
-class Hold:
+class DeferSignals:
     """Holds what signal handlers raise while it is entered; inside another one it does nothing."""
 
-    _active: Hold | None = None  # that of the main thread
+    _active: DeferSignals | None = None  # that of the main thread
 
     def __init__(self) -> None:
-        self._whole = 0
+        self._atomic = 0
         self._error: BaseException | None = None  # stays until the end: nobody can swallow it
         self._leaving = False
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._handler = self._handle  # one object, to be recognised
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> DeferSignals:
         """Take the signals over."""
-        if Hold._active is not None or not _in_main_thread():
+        if DeferSignals._active is not None or not _in_main_thread():
             return self
-        Hold._active = self
+        DeferSignals._active = self
         try:
             for number in SIGNALS:
                 before = signal.getsignal(number)
@@ -66,7 +66,7 @@ class Hold:
         trace: TracebackType | None,
     ) -> None:
         """Give the signals back, and raise what is still held."""
-        if Hold._active is not self:
+        if DeferSignals._active is not self:
             return
         self._release()
         held, self._error = self._error, None
@@ -77,7 +77,7 @@ class Hold:
         try:
             self._give_back(list(self._before))
         finally:
-            Hold._active = None
+            DeferSignals._active = None
 
     def _give_back(self, numbers: list[int]) -> None:
         """Put the handlers back, that of Ctrl-C last: whatever raises before then is held."""
@@ -96,45 +96,45 @@ class Hold:
         try:
             self._before[number](number, frame)
         except BaseException as error:
-            if Hold._active is not self:
+            if DeferSignals._active is not self:
                 raise
             self._error = error
-            if self._leaving or self._whole or not _is_users(frame):
+            if self._leaving or self._atomic or not _is_users(frame):
                 return
             self._leaving = True
             raise
 
     def check(self) -> None:
         """Raise what is held, unless something is to be done as a whole."""
-        if self._error is not None and not self._whole:
+        if self._error is not None and not self._atomic:
             self._leaving = True
             raise self._error.with_traceback(None)
 
 
 def check() -> None:
     """A moment at which the step can be left: raises what is held."""
-    active = Hold._active
+    active = DeferSignals._active
     if active is not None and active._error is not None and _in_main_thread():
         active.check()
 
 
-class Whole:
+class Atomic:
     """Work that is done as a whole or not at all, such as the commit of a step."""
 
     def __init__(self) -> None:
-        self._hold: Hold | None = None
+        self._deferring: DeferSignals | None = None
 
     def __enter__(self) -> None:
         """Raise what is held; what comes from here on waits."""
         check()
-        if _in_main_thread() and Hold._active is not None:
-            self._hold = Hold._active
-            self._hold._whole += 1
+        if _in_main_thread() and DeferSignals._active is not None:
+            self._deferring = DeferSignals._active
+            self._deferring._atomic += 1
 
     def __exit__(self, *_: object) -> None:
         """Signals may raise again."""
-        if self._hold is not None:
-            self._hold._whole -= 1
+        if self._deferring is not None:
+            self._deferring._atomic -= 1
 
 
 def _in_main_thread() -> bool:

@@ -93,7 +93,7 @@ def _work(structure: Structure, first: int, last: int) -> float:
     return structure.share(chosen)
 
 
-def local_products(
+def local_vjps(
     passes: Passes,
     prefix: Prefix,
     record: Record,
@@ -126,7 +126,7 @@ def local_products(
             around.update(dict.fromkeys(again, _checkpointed))
             around[target.first] = _open(_checkpointed if target.first in again else _plainly)
         leave = target.last == final
-        around[target.last] = _product(target, deltas[target.last], take, leave, watch)
+        around[target.last] = _vjp(target, deltas[target.last], take, leave, watch)
     with torch.no_grad():
         try:
             passes.run(prefix, record, points, around=around, places=places)
@@ -165,7 +165,7 @@ def _checkpointed(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any
     return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
 
-def _product(
+def _vjp(
     target: LocalTarget,
     deltas: Mapping[int, Tensor],
     take: Take,
@@ -214,7 +214,7 @@ def _hand_over(
     return gradient.new_zeros(()).expand(gradient.shape)
 
 
-def looking(
+def graph_recorder(
     target: LocalTarget, at: Sequence[int], found: dict[int, set[int]]
 ) -> dict[int, Action]:
     """Actions that run a target with gradients on and note which parameters its graph reaches.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.passes.batch import Batch
-from flops.passes.intercept import Action, Forward, Watch, scripted
+from flops.passes.intercept import Action, Forward, Watch, intercepted
 from flops.passes.structure import FEW, MORE, Call, Leaf, Structure
 
 Record = Mapping[int, list[Any]]
@@ -40,14 +40,14 @@ class Prefix:
     visible: Mapping[str, tuple[int, ...]]
     share: float
 
-    def script(self, action: Callable[[int], Action | None]) -> dict[str, list[Action | None]]:
+    def actions(self, action: Callable[[int], Action | None]) -> dict[str, list[Action | None]]:
         """Actions of the visible calls, for the modules that have any."""
-        script = {}
+        found = {}
         for name, numbers in self.visible.items():
             actions = [action(number) for number in numbers]
             if any(a is not None for a in actions):
-                script[name] = actions
-        return script
+                found[name] = actions
+        return found
 
 
 def finished(structure: Structure, time: int, barred: frozenset[int] = frozenset()) -> list[Call]:
@@ -63,7 +63,7 @@ def finished(structure: Structure, time: int, barred: frozenset[int] = frozenset
     return chosen
 
 
-def nothing(structure: Structure) -> Prefix:
+def empty_prefix(structure: Structure) -> Prefix:
     """The empty prefix: every call runs."""
     return Prefix((), frozenset(), visible_calls(structure, frozenset()), 0.0)
 
@@ -138,7 +138,7 @@ class Passes:
         size = self.batch.size if rows is None else len(rows)
         if rows is None:
             rows = torch.arange(size) if size > 1 else torch.zeros(2).long()
-        with scripted(self.modules, nothing(self.structure).script(keep)):
+        with intercepted(self.modules, empty_prefix(self.structure).actions(keep)):
             losses = self.batch.losses(self.model, rows)
         return losses[:size], record
 
@@ -174,7 +174,7 @@ class Passes:
                 return _edited(edit)
             return around.get(number)
 
-        with scripted(self.modules, prefix.script(action)):
+        with intercepted(self.modules, prefix.actions(action)):
             return self.batch.losses(self.model, rows)
 
     def prefix(self, time: int, keep: frozenset[int] = frozenset()) -> Prefix:
@@ -209,7 +209,7 @@ class Passes:
             if time not in structure.verified:
                 structure.verified[time] = self.holds(prefix, self.recorded(prefix.needed))
             if not structure.verified[time]:
-                return nothing(structure)  # a module leaves something behind besides its output
+                return empty_prefix(structure)  # a module has side effects
         return prefix
 
     def recorded(self, wanted: Iterable[int], around: Mapping[int, Action] | None = None) -> Record:
@@ -245,7 +245,7 @@ class Passes:
         except Exception:  # user code that cannot take NaN or another shape
             return None
 
-    def rows_apart(self, perturb: Callable[[Tensor], dict[str, Any]]) -> bool:
+    def rows_are_independent(self, perturb: Callable[[Tensor], dict[str, Any]]) -> bool:
         """Whether noise in one row leaves the losses of all other rows as they are.
 
         It does by design where outputs have a batch axis. Where an output without one is spread
@@ -254,7 +254,7 @@ class Passes:
         Args:
             perturb: Keywords of `run` for a scale of the noise of each row.
         """
-        whole, places, one = nothing(self.structure), torch.arange(MORE), torch.ones(MORE)
+        whole, places, one = empty_prefix(self.structure), torch.arange(MORE), torch.ones(MORE)
         first = self.trial(whole, {}, places, **perturb(one))
         second = self.trial(whole, {}, places, **perturb(one + (places == 0)))
         if first is None or second is None:
@@ -269,7 +269,7 @@ def _replay(call: Call, recorded: list[Any] | None, rows: Tensor, edit: Edit | N
             if not isinstance(leaf, Leaf):
                 values.append(leaf)
             elif recorded is None:
-                values.append(_blank(leaf, len(rows)))
+                values.append(_placeholder(leaf, len(rows)))
             elif leaf.axis is None:
                 values.append(recorded[i].clone() if call.mutated else recorded[i])
             else:
@@ -288,6 +288,6 @@ def _edited(edit: Edit) -> Action:
     return action
 
 
-def _blank(leaf: Leaf, rows: int) -> Tensor:
+def _placeholder(leaf: Leaf, rows: int) -> Tensor:
     shape = [rows if dim == leaf.axis else size for dim, size in enumerate(leaf.shape)]
     return torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device).expand(shape)

@@ -25,7 +25,7 @@ from flops.errors import BatchError
 from flops.passes.batch import Batch
 from flops.passes.dataflow import ROOT, Flow, FlowMeter
 from flops.passes.flop_count import UseMeter, WorkMeter
-from flops.passes.intercept import Action, everywhere, scripted
+from flops.passes.intercept import Action, everywhere, intercepted
 
 FEW, MORE = 2, 3
 FOLDED = -1
@@ -163,11 +163,11 @@ def inspect(
     uses: list[Use] = []
     watch = UseMeter(trainable, lambda p: uses.append(few.use(p)))
     work = WorkMeter(few.charge)
-    with scripted(modules, everywhere(few.copying, modules)), watch, work, few.meter:
+    with intercepted(modules, everywhere(few.copying, modules)), watch, work, few.meter:
         losses_few = batch.losses(model, rows[:FEW])
     few.close()
     few.meter.end(losses_few)
-    with scripted(modules, everywhere(more.action, modules)), more.meter:
+    with intercepted(modules, everywhere(more.action, modules)), more.meter:
         losses = batch.losses(model, rows)
     more.close()
     few.meter.settle(more.meter)
@@ -184,7 +184,7 @@ def resized(
     """The structure for another length, by one pass of few rows; None if the calls are others."""
     recorder, rows = _Recorder(), torch.arange(FEW) % batch.size
     work = WorkMeter(recorder.charge)
-    with scripted(modules, everywhere(recorder.action, modules)), work:
+    with intercepted(modules, everywhere(recorder.action, modules)), work:
         batch.losses(model, rows)
     recorder.close()
     seen = recorder.calls

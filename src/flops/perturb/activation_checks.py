@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, Leave
-from flops.passes.local_vjp import LocalTarget, looking
-from flops.passes.replay import Passes, Record, nothing
+from flops.passes.local_vjp import LocalTarget, graph_recorder
+from flops.passes.replay import Passes, Record, empty_prefix
 from flops.passes.structure import FEW
 from flops.perturb.activations import Sites
 
@@ -32,7 +32,7 @@ def check_shared_outputs(sites: Sites, passes: Passes) -> None:
         rows = noise.view(len(scale), -1) * scale.to(device).unsqueeze(1)
         return {"edits": sites.edits(rows, 0.1)}
 
-    if shared and not passes.rows_apart(perturb):
+    if shared and not passes.rows_are_independent(perturb):
         raise CoverageError(
             f"the output of target {sorted(shared)} has no batch axis, and the model does not "
             "take one, so it cannot be perturbed point by point; give the module around it, or "
@@ -74,7 +74,7 @@ def check_differentiable(passes: Passes, bindings: Sequence[Any], wanted: Iterab
     for group in sites:
         for target in group.local:
             at = [site.leaf_index for site in group.sites if site.call == target.last]
-            around.update(looking(target, at, found))
+            around.update(graph_recorder(target, at, found))
     record = passes.recorded(wanted, around)
     for group in sites:
         for target in group.local:
@@ -114,7 +114,7 @@ def _output(passes: Passes, call: int) -> list[Any]:
         raise Leave
 
     with suppress(Leave):
-        passes.trial(nothing(passes.structure), {}, torch.arange(FEW), edits={call: leave})
+        passes.trial(empty_prefix(passes.structure), {}, torch.arange(FEW), edits={call: leave})
     return seen
 
 
@@ -144,7 +144,7 @@ def _try_bypass(sites: Sites, passes: Passes) -> None:
         around[target.last] = _clean_output(target, saved, sites, clean[target.last])
     places = torch.arange(FEW)
     try:
-        losses = passes.trial(nothing(structure), {}, places, around=around)
+        losses = passes.trial(empty_prefix(structure), {}, places, around=around)
     finally:
         for parameter, data in saved.items():
             parameter.data = data

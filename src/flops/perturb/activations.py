@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flops.errors import CoverageError
 from flops.passes.binding import Binding
 from flops.passes.local_vjp import LocalTarget, local_share
-from flops.passes.replay import Edit, Passes, Prefix, nothing
+from flops.passes.replay import Edit, Passes, Prefix, empty_prefix
 from flops.passes.structure import FOLDED, Call, Leaf, Use
 from flops.perturb.noise_tables import values as noise_values
 
@@ -69,7 +69,7 @@ class Sites(Binding):
             self.query_prefix = passes.prefix(first_end.end, keep)
             self.local_prefix = passes.prefix(min(calls[t.first].start for t in local))
         else:
-            self.query_prefix = self.local_prefix = nothing(self.structure)
+            self.query_prefix = self.local_prefix = empty_prefix(self.structure)
         self.prefixes = (self.query_prefix, self.local_prefix)
         # From the start: what stands between replayed calls runs again, and may read a parameter.
         self.local_span = (0, max(calls[t.last].end for t in local))

@@ -28,7 +28,7 @@ from flops.passes.structure import Call, Leaf
 RankOne = tuple[Tensor, Tensor]  # a (R, out), b (R, rest)
 RowNoise = Mapping[str, RankOne | Tensor]
 _TENSOR = object()
-Thin = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any], RowNoise, Call], Any]
+RowwiseProduct = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any], RowNoise, Call], Any]
 
 
 def _axis(leaf: Leaf, value: Tensor, rows: int) -> int | None:
@@ -229,7 +229,7 @@ def _dense(noise: RankOne | Tensor, parameter: nn.Parameter) -> Tensor:
     return full.reshape(rows, *parameter.shape)
 
 
-_THIN: Mapping[type[nn.Module], Thin] = {
+_ROWWISE: Mapping[type[nn.Module], RowwiseProduct] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
@@ -239,16 +239,16 @@ _THIN: Mapping[type[nn.Module], Thin] = {
 }
 
 
-def thin_products() -> dict[type[nn.Module], Thin]:
+def rowwise_products() -> dict[type[nn.Module], RowwiseProduct]:
     """By type, also of transformers if that is in use: it is not imported for it."""
     utilities = sys.modules.get("transformers.pytorch_utils")
     gpt2 = {} if utilities is None else {utilities.Conv1D: transposed_linear}
-    return {**_THIN, **gpt2}
+    return {**_ROWWISE, **gpt2}
 
 
-def thin_of(module: nn.Module) -> Thin:
+def rowwise_product_of(module: nn.Module) -> RowwiseProduct:
     """The thin product of a module's type; subclasses may compute otherwise, so types are exact."""
-    return thin_products().get(type(module), generic)
+    return rowwise_products().get(type(module), generic)
 
 
 def is_rank_one(module: nn.Module, parameter: nn.Parameter) -> bool:
