@@ -1,9 +1,9 @@
-"""Parameter calls: the module calls around which parameters are perturbed.
+"""Parameter calls: module calls during which parameters are perturbed.
 
-A parameter is perturbed while a *unit* runs: the nearest module around it that the forward pass
-calls. That is its own module as a rule, nn.MultiheadAttention for its projections (which never
-run), and the model itself for a bare parameter in the root. A tied parameter has a unit for each
-of its places, each with noise of its own: the estimate is then the sum over its uses.
+A parameter is perturbed while its *called module* runs: the innermost module around it that the
+forward pass calls. Usually this is its own module, but nn.MultiheadAttention for its projections
+(which never run), and the model itself for a bare parameter of the root. A tied parameter is
+perturbed in each of its modules, with independent noise: the estimate is the sum over its uses.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flops.passes.structure import Call, Leaf, Structure, Use
 
 @dataclass(frozen=True)
 class CalledModule:
-    """A called module and the parameters that are perturbed while it runs, by their path in it.
+    """A module that is called, and the parameters perturbed while it runs, by their path in it.
 
-    An embedding's lookup has no gradient for the row of its padding, but other uses of the table
-    do. ``padding`` is, by path, the row that only such lookups read: it gets no noise. ``lookups``
-    are the embeddings whose padding has noise for the sake of other uses: they read it clean.
+    The padding row of an embedding has no gradient from lookups, but from other uses of the table.
+    ``padding`` is, by path, the row that is only looked up: it gets no noise. ``lookups`` are
+    embeddings whose padding row has noise because of other uses: lookups return it unperturbed.
     """
 
     name: str
@@ -42,24 +42,24 @@ class CalledModule:
     lookups: tuple[nn.Embedding, ...]
 
     def size(self, path: str) -> int:
-        """How many entries of a parameter get noise."""
+        """Number of perturbed values of a parameter."""
         parameter = self.parameters[path]
         return parameter.numel() - (parameter[0].numel() if path in self.padding else 0)
 
     def clean_padding(self) -> AbstractContextManager[None]:
-        """From here on the lookups read their padding as it is now."""
+        """Padding lookups return unperturbed values inside this context."""
         lookups = {str(i): module for i, module in enumerate(self.lookups)}
         return intercepted(lookups, everywhere(lambda name: _clean_row(lookups[name]), lookups))
 
 
 class ParameterCalls(Binding):
-    """The units of a group, and the prefix that ends before the first of them starts.
+    """The parameter calls of a group, and the prefix that ends before the first of them.
 
     Attributes:
-        structure: Of the forward pass.
-        units: Each with its parameters.
-        prefix: What queries replay.
-        parameters: All parameters of the group, in an order that no forward pass decides.
+        structure: Structure of the forward pass.
+        modules: Called modules with their parameters.
+        prefix: Prefix of the queries.
+        parameters: All parameters of the group, in an order independent of the forward pass.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class ParameterCalls(Binding):
         return sum(called.size(path) for called in self.modules for path in called.parameters)
 
     def covers(self, use: Use) -> bool:
-        """While a unit of that parameter runs."""
+        """Whether a called module of the parameter is running."""
         return not self._calls.get(use.parameter, frozenset()).isdisjoint(use.calls)
 
     @cached_property
     def _calls(self) -> dict[int, frozenset[int]]:
-        """Calls of the units of each parameter."""
+        """Calls during which each parameter is perturbed."""
         found: dict[int, frozenset[int]] = {}
         for called in self.modules:
             for p in called.parameters.values():
@@ -92,9 +92,9 @@ class ParameterCalls(Binding):
 
     @cached_property
     def root(self) -> int | None:
-        """The call of the whole model, if perturbing the parameters there is the same; else None.
+        """The root call, if perturbing all parameters during it is equivalent; else None.
 
-        It is not where a use lies outside of the units, or a lookup reads its padding clean.
+        It is not if a use lies outside of these calls, or a lookup returns unperturbed padding.
         """
         uses = [use for use in self.structure.uses if use.parameter in self._calls]
         clean = any(called.padding or called.lookups for called in self.modules)
@@ -104,7 +104,7 @@ class ParameterCalls(Binding):
 
     @cached_property
     def padding(self) -> dict[int, int]:
-        """Rows that no unit perturbs, by the number of their parameter."""
+        """Rows that are never perturbed, by the number of their parameter."""
         rows: dict[nn.Parameter, set[int | None]] = {}
         for called in self.modules:
             for path, parameter in called.parameters.items():
@@ -119,7 +119,7 @@ class ParameterCalls(Binding):
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a parameter's noise lies in a row: a of length ``out``, then b of length ``rest``."""
+    """A parameter's noise in a row: a of length ``out``, then b of length ``rest``."""
 
     called: CalledModule
     path: str
@@ -129,7 +129,7 @@ class Entry:
     rest: int
 
     def cut(self, z: Tensor) -> Any:
-        """The signs of this parameter: a and b, or a vector."""
+        """The noise of this parameter: a and b, or a vector."""
         middle = self.offset + self.out
         z = z.to(self.parameter.device)
         a = z[:, self.offset : middle]
@@ -141,7 +141,7 @@ class Entry:
         return a, z[:, middle : middle + self.rest]
 
     def noise(self, z: Tensor, scale: Tensor | float = 1.0) -> Any:
-        """Cut, in the precision of the parameter; a and vectors times a scale, b as it is."""
+        """Like `cut`, in the parameter's precision, with a or the vector scaled."""
         found, dtype = self.cut(z), self.parameter.dtype
         if isinstance(scale, Tensor):
             scale = scale.to(self.parameter.device)
@@ -153,20 +153,20 @@ class Entry:
 def find_parameter_calls(
     group: Selection, passes: Passes, reuse: bool, rowwise: tuple[type[nn.Module], ...] = ()
 ) -> ParameterCalls:
-    """Assign every parameter of a group to the units that use it.
+    """Assign every parameter of a group to the called modules that use it.
 
     Args:
         group: The group.
-        passes: Passes over the structure of the model.
-        reuse: Whether to replay what ends before the first of them.
-        rowwise: Given for independent draws: the types whose rows can be perturbed by themselves.
-            A unit of any other type is perturbed as a whole with the units inside it, and every
-            unit must take and return rows.
+        passes: Passes over the batch.
+        reuse: Whether to replay calls before the first perturbed one.
+        rowwise: For per-point draws: module types with a row-wise perturbation. A module of any
+            other type is perturbed as a whole, including the modules inside it, and every called
+            module must take and return rows.
     """
     structure = passes.structure
     found: dict[str, dict[str, nn.Parameter]] = {}
     for owner, local, parameter in _owners(group, passes.modules, rowwise):
-        everywhere = not group.modules  # parameters without modules are meant in all their uses
+        everywhere = not group.modules  # bare parameters are perturbed in all their uses
         name = _module_of(owner, parameter, passes, rowwise, everywhere)
         if name is None:
             raise CoverageError(
@@ -209,8 +209,8 @@ def _idle_row(
 ) -> int | None:
     """The row that all uses during the calls look up as padding.
 
-    With noise of its own at each path, only uses by the path's owner count; a module without
-    children can read no path but its own.
+    With independent noise at each path, only uses by the path's owner count; a module without
+    children reads only its own path.
     """
     structure = passes.structure
     holders = {n: m for n, m in passes.modules.items() if _holds(m, parameter)}
@@ -231,7 +231,7 @@ def _idle_row(
 
 
 def _padding(module: nn.Module, parameter: nn.Parameter) -> int | None:
-    """The row of a table for which its lookup gives no gradient."""
+    """The row of a table without a gradient from lookups."""
     table = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
     return module.padding_idx if table is parameter else None  # type: ignore[return-value]
 
@@ -254,7 +254,7 @@ def _clean_row(module: nn.Embedding) -> Action:
 
 
 def _first_use(called: CalledModule, structure: Structure, whole: bool) -> int:
-    """When the unit's noise first matters: what ends before that can be replayed."""
+    """First time at which the noise matters: earlier calls can be replayed."""
     start = structure.calls[called.calls[0]].start
     wanted = {id(p) for p in called.parameters.values()}
     times = {use.parameter: use.time for use in reversed(structure.uses)}
@@ -271,7 +271,7 @@ def _owners(
     for name, module in modules.items():
         if group.modules and id(module) not in inside:
             continue
-        known = type(module) in rowwise  # computes with the first of a parameter's names
+        known = type(module) in rowwise  # uses the first of a parameter's names
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=known):
             if id(parameter) in wanted:
                 yield name, local, parameter
@@ -284,7 +284,7 @@ def _module_of(
     rowwise: tuple[type[nn.Module], ...],
     everywhere: bool,
 ) -> str | None:
-    """The nearest module around the owner that runs, and around all uses if so wanted."""
+    """The innermost called module around the owner, and around all uses if ``everywhere``."""
     structure = passes.structure
     uses, places = [], []
     if everywhere:
@@ -307,7 +307,7 @@ def _holds(module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 def _by_rows(call: Call, module: nn.Module, rowwise: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a call takes and returns rows, or a table that can be spread over the rows."""
+    """Whether a call takes and returns rows, or a table that can be expanded over them."""
     if not call.rowwise:
         return False
     if any(leaf.axis is not None for _, leaf in call.tensors):
@@ -319,7 +319,7 @@ def _by_rows(call: Call, module: nn.Module, rowwise: tuple[type[nn.Module], ...]
 
 
 def _drop_nested(found: dict[str, dict[str, nn.Parameter]], structure: Structure) -> None:
-    """A tied parameter that is shifted around an outer module is so in all modules inside."""
+    """Drop tied parameters of inner modules that are perturbed in an outer module anyway."""
     for inner in list(found):
         enclosing = [{c.name for c in structure.ancestors(call)} for call in structure.of(inner)]
         outer = [n for n in found if n != inner and all(n in names for names in enclosing)]
