@@ -5,11 +5,11 @@ For every coordinate i of a sparse set S, and zero elsewhere,
 
     g_i = (l(theta + sigma e_i) - l(theta)) / sigma.
 
-How many coordinates each parameter tensor gives to S is decided once, by ZO-GraSP: the largest
-scores -theta * (H g), with g and H g from random finite differences. Which ones is drawn anew
-every few steps. A coordinate reuses all features that end before its own module starts.
+The number of coordinates of each parameter tensor in S is determined once, by ZO-GraSP: the largest
+scores -theta * (H g), with g and H g from random finite differences. The coordinates themselves are
+resampled every few steps. A coordinate reuses all features of modules before its own.
 
-(The paper behind this library calls n-SPSA "DeepZero"; that is `SPSA`, and this is the real one.)
+(The paper behind this library calls n-SPSA "DeepZero"; here that is `SPSA`.)
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from flops.perturb.random import generator
 class DeepZero(Estimator):
     """Finite differences along single coordinates; `queries` of the group is their number.
 
-    The estimate is exact on its coordinates but for O(sigma) curvature and rounding, and zero
-    elsewhere. One coordinate costs one query of every point.
+    The estimate is exact on its coordinates up to O(sigma) curvature and rounding, and zero
+    elsewhere. One coordinate costs one query per point.
 
     Args:
         sigma: Step along a coordinate.
         pruning: "zo-grasp" scores the coordinates with 4 * ``score_draws`` queries per point in
-            a group's first step (charged); "random" spreads them over parameters by size.
+            a group's first step (charged); "random" distributes them over parameters by size.
         score_draws: Antithetic draws for each of the two gradients of a score.
-        shuffle: Steps after which other coordinates are drawn.
+        shuffle: Steps between resamplings of the coordinates.
     """
 
     sigma: float = 1e-3
@@ -79,7 +79,7 @@ class DeepZero(Estimator):
             raise ValueError("score_draws and shuffle must be at least 1")
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Coordinates:
-        """Find the units, and for each what can be reused before it."""
+        """Find the parameter calls, and the prefix of each."""
         found = find_parameter_calls(selection, passes, reuse)
         calls = passes.structure.calls
         prefixes = [
@@ -94,7 +94,7 @@ class DeepZero(Estimator):
 
 
 class _CoordinateWise(Estimation):
-    """One finite difference per coordinate of the set S, after two rounds that find its ratios."""
+    """One finite difference per coordinate of the set S, after two rounds that score it."""
 
     def __init__(self, options: DeepZero, binding: Coordinates, queries: Queries) -> None:
         self._options, self._binding, self._queries = options, binding, queries
@@ -106,11 +106,11 @@ class _CoordinateWise(Estimation):
         self._derivatives = torch.empty(0)
 
     def plan(self) -> Plan | None:
-        """Scores in a group's first step, then the coordinates."""
+        """Two scoring rounds in a group's first step, then the coordinates."""
         if self._chosen is not None:
             return None
         if "ratios" not in self._queries.memory and self._options.pruning == "zo-grasp":
-            # The same noise for both gradients, so that their difference is not drowned in it.
+            # The same noise for both gradients, so that it cancels in their difference.
             counts = torch.full((self._queries.size,), 2 * self._options.score_draws)
             scoring = replace(self._queries, counts=counts, memory={"warned_of_rounding": True})
             self._scoring = self._spsa.begin(self._binding.calls, scoring, None)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ class _CoordinateWise(Estimation):
         return BatchPlan([self._binding.by_module[number] for number, *_ in self._chosen])
 
     def ask(self, rows: Rows) -> Perturbation:
-        """One coordinate moved by sigma."""
+        """One coordinate shifted by sigma."""
         if self._scoring is not None:
             found = self._scoring.ask(rows)
             return found if self._here is None else self._moved(found, self._here)
@@ -135,7 +135,7 @@ class _CoordinateWise(Estimation):
         return results.losses.cpu()
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """The derivatives; of the scoring rounds the ratios."""
+        """Directional derivatives, or the ratios after the scoring rounds."""
         if self._scoring is not None:
             self._scoring.collect(values, points, runner)
             found = Collected()
@@ -154,7 +154,7 @@ class _CoordinateWise(Estimation):
         warn_if_rounding(self._queries, differences)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """Zero but on the coordinates."""
+        """Zero except on the coordinates."""
         assert self._chosen is not None
         by_parameter: dict[nn.Parameter, list[tuple[tuple[Tensor, ...], Tensor]]] = {
             p: [] for *_, p in self._binding.places
@@ -169,11 +169,11 @@ class _CoordinateWise(Estimation):
             sink.complete([parameter])
 
     def finish(self) -> Estimate:
-        """No sampling noise: what is missing is zero, not random."""
+        """No sampling noise: the other coordinates are zero, not random."""
         return Estimate()
 
     def _coordinates(self) -> Iterator[tuple[int, nn.Parameter, tuple[Tensor, ...]]]:
-        """The set S: unit, parameter and place."""
+        """The set S: number of the module, parameter and index."""
         queries, modules = self._queries, self._binding.calls.modules
         places = self._binding.places
         sizes = torch.tensor([modules[number].size(path) for number, path, _ in places])
@@ -185,7 +185,7 @@ class _CoordinateWise(Estimation):
         for place, (number, path, parameter) in enumerate(places):
             source = generator(seed, step // self._options.shuffle, group, place)
             order = torch.randperm(int(sizes[place]), generator=source)[: int(counts[place])]
-            if path in modules[number].padding:  # what only pads is not in the set
+            if path in modules[number].padding:  # padding is not in the set
                 width = parameter[0].numel()
                 order = order + width * (order >= width * modules[number].padding[path])
             for i in order:
@@ -201,7 +201,7 @@ class _CoordinateWise(Estimation):
         return min(int(self._queries.counts[0]), sum(sizes))
 
     def _grasp(self, here: Gradients, there: Gradients) -> Tensor:
-        """How many of the best-scored coordinates lie in each parameter."""
+        """Number of the best-scored coordinates in each parameter."""
         places, sigma = self._binding.places, self._options.sigma
         scores = [-p.detach() * (there[p] - here[p]) / sigma for *_, p in places]
         for score, (number, path, _) in zip(scores, places, strict=True):
@@ -214,7 +214,7 @@ class _CoordinateWise(Estimation):
         return torch.bincount(owner[best.cpu()], minlength=len(scores)).double()
 
     def _moved(self, found: Perturbation, gradients: Gradients) -> Perturbation:
-        """The same perturbation at parameters moved along the first gradient by sigma."""
+        """The same perturbation at parameters shifted by sigma along the first gradient."""
 
         def wrapped(parameters: Sequence[nn.Parameter], inner: Action) -> Action:
             def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,7 +247,7 @@ class Coordinates(Binding):
 
     @property
     def places(self) -> list[tuple[int, str, nn.Parameter]]:
-        """Every parameter at every unit that uses it."""
+        """Every parameter in every called module that uses it."""
         return [
             (number, path, parameter)
             for number, called in enumerate(self.calls.modules)
@@ -255,7 +255,7 @@ class Coordinates(Binding):
         ]
 
     def covers(self, use: Use) -> bool:
-        """While a unit of that parameter runs."""
+        """Whether a called module of the parameter is running."""
         return self.calls.covers(use)
 
 
@@ -277,12 +277,12 @@ def _step(
 
 
 def _capped(ratios: Tensor, sizes: Tensor, wanted: int) -> Tensor:
-    """Counts that follow the ratios but never exceed a parameter's size."""
+    """Counts proportional to the ratios, at most the size of a parameter."""
     counts = torch.zeros_like(sizes)
     while (left := wanted - int(counts.sum())) > 0:
         room = counts < sizes
         shares = torch.where(room, ratios, torch.zeros_like(ratios))
-        if float(shares.sum()) == 0:  # the chosen parameters are full: take the others
+        if float(shares.sum()) == 0:  # the chosen parameters are full: use the others
             shares = room.double()
         counts = torch.minimum(counts + round_counts(shares, left, floor=0), sizes)
     return counts

@@ -1,11 +1,10 @@
-"""Noise on the parameters: what ES, SPSA, MeZO and n-SPSA have in common.
+"""Noise on parameters: the common part of ES, SPSA, MeZO and n-SPSA.
 
 The paper's equation 2 for z ~ N(0, sigma^2 I) added to the parameters:
 
     g = (1/B) sum_j (1/A_j) sum_i (l_ij - b_j) z_ij / sigma^2
 
-Draws are independent per point (here; shaped ones in `shaped_parameters`), or shared by the batch
-(`shared_parameters`).
+Draws are per point (here; shaped ones in `shaped_parameters`), or shared (`shared_parameters`).
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ class ParameterNoise(Estimator):
 
     Args:
         sigma: Noise scale.
-        shared: One draw for the whole batch (as in MeZO) instead of one for each point. The
-            points' errors are then correlated, so counts must be equal.
-        noise: Noise of shared draws, "gaussian" or "rademacher". Independent draws are signs,
-            of rank one for matrices.
-        shaping: `Shaping()` puts noise where earlier queries found the gradient, for groups of few
-            parameters (prompts, adapters) with independent draws; None is isotropic.
+        shared: One draw for the whole batch (as in MeZO) instead of per-point draws. The points'
+            errors are then correlated, so counts must be equal.
+        noise: Noise of shared draws, "gaussian" or "rademacher". Per-point draws are signs, of
+            rank one for matrices.
+        shaping: `Shaping()` concentrates noise in the learned subspace, for groups of few
+            parameters (prompts, adapters) with per-point draws; None is isotropic.
     """
 
     sigma: float = 1e-3
@@ -78,18 +77,16 @@ class ParameterNoise(Estimator):
         if self.noise not in ("gaussian", "rademacher"):
             raise ValueError(f"'{self.noise}' is not one of ['gaussian', 'rademacher']")
         if self.shaping is not None and self.shared:
-            raise ValueError(
-                "shaping needs draws of each point's own, not shared=True: leave one of them out"
-            )
+            raise ValueError("shaping needs per-point draws: use shared=False")
 
     @property
     @abstractmethod
     def used_baseline(self) -> Baseline:
-        """What a draw is compared with."""
+        """The baseline of a draw."""
 
     @property
     def _isotropic(self) -> Kind:
-        """Kind of the isotropic queries among shaped ones."""
+        """Distribution of the isotropic draws among shaped ones."""
         return self.noise
 
     @property
@@ -99,21 +96,21 @@ class ParameterNoise(Estimator):
 
     @property
     def reads_clean(self) -> bool:
-        """Pairs of the whole batch need no clean loss."""
+        """Shared antithetic pairs need no clean loss."""
         return not (self.shared and self.used_baseline == "antithetic")
 
     @property
     def seeded(self) -> bool:
-        """Shared draws are."""
+        """Whether draws are shared."""
         return self.shared
 
     @property
     def kind(self) -> Kind:
-        """Noise of draws that are a point's own."""
+        """Distribution of per-point draws."""
         return self._isotropic if self.shaping is not None else "rademacher"
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> ParameterCalls:
-        """Find the calls around which the parameters are perturbed."""
+        """Find the calls during which parameters are perturbed."""
         rowwise = () if self.shared else tuple(rowwise_products())
         calls = find_parameter_calls(selection, passes, reuse, rowwise)
         if self.shaping is not None:
@@ -121,7 +118,7 @@ class ParameterNoise(Estimator):
         return calls
 
     def verify(self, binding: ParameterCalls, passes: Passes) -> None:
-        """A table that all points share can be perturbed if the model keeps the rows apart."""
+        """Tables that all points share must broadcast over the rows, independently."""
         if not self.shared:
             _check_rows(binding, passes)
 
@@ -134,13 +131,13 @@ class ParameterNoise(Estimator):
         return _Pointwise(self, binding, queries)
 
     def derivatives(self, losses: Tensor, clean: Tensor) -> Tensor:
-        """Directional derivative w = (l - b) / sigma of each draw; pairs stand side by side."""
+        """Directional derivative w = (l - b) / sigma of each draw; pairs are adjacent."""
         if self.used_baseline == "antithetic":
             return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
         return (losses - (clean if self.used_baseline == "clean" else 0.0)) / self.sigma
 
     def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None:
-        """Warn if the loss differences behind these derivatives drown in rounding."""
+        """Warn if the loss differences of these derivatives are dominated by rounding."""
         if self.used_baseline != "none":
             warn_if_rounding(queries, (derivatives * self.sigma).to(queries.losses.dtype), loss)
 
@@ -158,7 +155,7 @@ def _layout(calls: ParameterCalls) -> tuple[list[Entry], int]:
 
 
 class _Pointwise(Estimation):
-    """The sum of w z is formed as the answers come: noise of rank one is never spread out."""
+    """The sum of w z is accumulated over chunks; rank-one noise is never materialised."""
 
     partial = True
 
@@ -186,7 +183,7 @@ class _Pointwise(Estimation):
         return plan
 
     def ask(self, rows: Rows) -> Perturbation:
-        """Signs on the parameters of every row, by thin products."""
+        """Signs on the parameters of every row, by row-wise products."""
         once, unit = slice(None, None, self._options.unit), self._options.unit
         z = self._stream.buffered(rows.points[once], rows.draws[once])
         self._z, self._seen = z.to(self._device, self.dtype), {}  # (draws, size)
@@ -217,7 +214,7 @@ class _Pointwise(Estimation):
         """Keep the derivatives for the variance."""
         self._derivatives, self._points, self._z = values, points, torch.empty(0)
         self._stream.forget()
-        self._sizes = -runner.max(-self._sizes)  # who ran a row knows which tokens it reads
+        self._sizes = -runner.max(-self._sizes)  # tokens of a row are known where it ran
         self._options.warn(self._queries, values)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
@@ -229,7 +226,7 @@ class _Pointwise(Estimation):
             sink.complete([parameter])
 
     def finish(self) -> Estimate:
-        """Derivatives, and the number of perturbed values behind each point's."""
+        """Directional derivatives, and the number of perturbed values of each point."""
         return Estimate(self._derivatives, self._points, self._sizes)
 
 
@@ -265,7 +262,7 @@ def _rowwise_action(
 
 
 def _check_rows(calls: ParameterCalls, passes: Passes) -> None:
-    """A table that all points share is spread over the rows, if the model keeps them apart."""
+    """Tables that all points share must broadcast over the rows, independently."""
     recorded = [
         calls.structure.calls[number] for called in calls.modules for number in called.calls
     ]
@@ -280,8 +277,8 @@ def _check_rows(calls: ParameterCalls, passes: Passes) -> None:
 
     if tables and not passes.rows_are_independent(perturb):
         raise CoverageError(
-            f"the output of {sorted(tables)} has no batch axis, and the model "
-            "does not take one, so it cannot be perturbed point by point; use shared=True"
+            f"the output of {sorted(tables)} has no batch axis, and the model does "
+            "not broadcast over one, so it cannot be perturbed point by point; use shared=True"
         )
 
 

@@ -1,15 +1,15 @@
-"""ES and SPSA with shaped noise: noise where the gradient of small parameters lives.
+"""ES and SPSA with shaped noise, for groups of few parameters.
 
-Noise goes on the group's parameters (a prompt, an adapter) laid side by side in one row, which
-each point has for itself; the directions that are measured are dense, so every row runs with
-parameters of its own. The noise is then the parameters' own, and no local product is needed:
+Per-point noise is added to the group's concatenated parameters (a prompt, an adapter). Measured
+directions are dense, so every row runs with its own parameters. Deltas are gradients with respect
+to the parameters, and no local VJP is needed:
 
-    gradient = (1/B) sum_j delta_j, cut back into parameters
+    gradient = (1/B) sum_j delta_j, split into parameters
 
-A parameter is a grid (tokens x channels for a prompt, outputs x inputs for a Linear), for its two
-moments are learned from far fewer queries than one over all pairs of its values. But grids know
-nothing of each other, so several parameters that are few values together are one flat grid.
-A row must be small: what is kept, for each point, is a whole gradient.
+A parameter is a grid (tokens x channels for a prompt, outputs x inputs for a Linear), because its
+two moments are learned from far fewer queries than one over all pairs of its values. But grids are
+uncorrelated by construction, so several small parameters form one flat grid. A row must be small:
+there is one full gradient per point in memory.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from flops.subspace.config import Shaping
 from flops.subspace.step import ShapedStep
 
 LARGEST = 65_536  # noise values of a row
-FLAT = 512  # up to which several parameters are one grid; its moment costs the cube of that
+FLAT = 512  # values up to which several parameters are one grid; its moment costs their cube
 
 
 def check_size(group: str, calls: ParameterCalls) -> None:
-    """Refuse a group whose rows are too long."""
+    """Raise if a group has too many parameters."""
     size = sum(entry.out for entry in _side_by_side(calls))
     if size > LARGEST:
         raise CoverageError(
-            f"group '{group}': shaped noise on parameters is a row of {size:,} values for each "
+            f"group '{group}': shaped noise on parameters takes a row of {size:,} values for each "
             f"point here, and at most {LARGEST:,} are allowed; use LikelihoodRatio with shaping, "
-            "whose noise is as large as an output, or no shaping"
+            "whose noise has the size of an output, or no shaping"
         )
 
 
 class ShapedNoise(Protocol):
-    """What shaped draws need to know of their estimator."""
+    """Options of the estimator that shaped draws use."""
 
     @property
     def sigma(self) -> float: ...  # noqa: D102
@@ -73,7 +73,7 @@ class ShapedNoise(Protocol):
 
 
 class ShapedParameters(Estimation):
-    """Shaped queries, then the mean of what they found over the points."""
+    """Shaped queries, then the mean of the points' estimates."""
 
     def __init__(
         self, options: ShapedNoise, shaping: Shaping, calls: ParameterCalls, queries: Queries
@@ -111,7 +111,7 @@ class ShapedParameters(Estimation):
         return plan
 
     def ask(self, rows: Rows) -> Perturbation:
-        """Every row runs with parameters of its own."""
+        """Every row runs with its own parameters."""
         once, unit = slice(None, None, self._options.unit), self._options.unit
         z = self._step.rows(rows.points[once], rows.draws[once])
         signed = z if unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
@@ -120,24 +120,24 @@ class ShapedParameters(Estimation):
         return Perturbation(self._calls.prefix, around=around)
 
     def tell(self, rows: Rows, results: RowResults) -> Tensor:
-        """Derivatives along unit vectors."""
+        """Directional derivatives along unit vectors."""
         once = slice(None, None, self._options.unit)
         clean = self._queries.losses[rows.points].cpu()
         w = self._options.derivatives(results.losses.cpu(), clean).to(self.dtype)
         return self._step.scaled(rows.points[once], rows.draws[once], w)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """Estimate every point's gradient, and learn."""
+        """Estimate every point's gradient, and update the subspace."""
         self._step.collect(values, points)
         self._derivatives, self._points = values, points
         self._support.mask = runner.max(self._support.mask)  # known where a row ran
-        # Measured where it may well be 0: take the size of isotropic ones.
+        # Derivatives along known directions may be 0: use the size of isotropic ones.
         self._options.warn(self._queries, self._step.shaped.energy[points].sqrt())
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The mean over the points, cut into parameters."""
+        """The mean over the points, split into parameters."""
         mean = (self._step.delta * self._support.mask).mean(0, keepdim=True)  # (1, dimensions)
-        last = {entry.parameter: entry for entry in self._entries}  # a tied one has several places
+        last = {entry.parameter: entry for entry in self._entries}  # a tied one has several entries
         for entry in self._entries:
             part = entry.cut(mean).reshape(entry.parameter.shape)
             sink.add(entry.parameter, part * scale)
@@ -145,7 +145,7 @@ class ShapedParameters(Estimation):
                 sink.complete([entry.parameter])
 
     def finish(self) -> Estimate:
-        """Derivatives, energies and errors."""
+        """Directional derivatives, energies and errors."""
         sizes = self._support.mask.sum(1).cpu()
         return Estimate(self._derivatives, self._points, sizes, shaped=self._step.shaped)
 
@@ -167,16 +167,16 @@ def _grids(entries: list[Entry], flat: int = FLAT) -> list[Grid]:
 
 
 def _positions(shape: torch.Size) -> int:
-    """Where a shape is cut into positions and channels: so that the two moments are smallest."""
+    """Number of positions of a parameter's grid, so that the two moments are smallest."""
     cuts = [math.prod(shape[:axis]) for axis in range(max(1, len(shape)))]
     return min(cuts, key=lambda n: n + math.prod(shape) // n)
 
 
 class _Support:
-    """Which noise a point's loss can feel: not that on tokens it does not read, or on padding.
+    """Noise entries that affect a point's loss: not those of tokens it does not read, or padding.
 
     Attributes:
-        mask: 1 where it can, shape (B, dimensions); tokens are filled in as the queries run.
+        mask: 1 for these entries, shape (B, dimensions); tokens are filled in as queries run.
     """
 
     def __init__(self, entries: list[Entry], size: int) -> None:
@@ -193,11 +193,11 @@ class _Support:
         self.mask *= self._noisy
 
     def without_padding(self, noise: Tensor) -> Tensor:
-        """Noise without that on rows of padding, which do not learn."""
+        """Noise with zeros on padding rows, which are not trained."""
         return noise * self._noisy.to(noise)
 
     def reads(self, called: CalledModule, points: Tensor, ids: Tensor) -> None:
-        """The rows of these points look these tokens up."""
+        """Record the tokens that the rows of these points look up."""
         assert isinstance(called.module, nn.Embedding)
         entry = self._entries[called.name, "weight"]
         read = used_tokens(called.module, ids).to(self.mask.device)  # (R, V)
