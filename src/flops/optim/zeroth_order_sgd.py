@@ -54,7 +54,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         weight_decay: lambda.
 
     Raises:
-        FlopsError: If a group's gradient does not follow from seeds and scalars.
+        FlopsError: If a group's gradient is not given by seeds and scalars.
         ValueError: If an option is out of range.
     """
 
