@@ -7,7 +7,7 @@ batch 64, 20 queries per point and group; and of a ViT that is 384 wide, as ViT-
 weights, batch 32, 8 queries. MeZO has one group and 2 queries. "work" is the forward equivalents of
 the floor's queries over those that the engine reports: 1 means the same rows through the same part
 of the model. "query loop" compares the marginal time of additional queries, without clean pass,
-local products and everything else done once per step. Engine and floor are interleaved; medians of
+local VJPs and everything else done once per step. Engine and floor are interleaved; medians of
 the ratios per repeat, and half their interquartile range.
 """
 

@@ -2,7 +2,7 @@
 
 The layers of the bundled ViT after 60 steps of backpropagation, batches of 64 digits. "passes" is
 the cost of a step in forward passes of the whole batch (calls of the model for the others; forward
-equivalents for ours, including clean pass and local products), at about equal cost. "seconds /
+equivalents for ours, including clean pass and local VJPs), at about equal cost. "seconds /
 inference" is the time of a step over that of as many plain inference passes, interleaved. "cosine"
 is to the exact gradient of all layers, mean over batches. It grows with the root of the passes
 while it is small, so "passes for .1" extrapolates the passes for a cosine of 0.1; training passes
@@ -45,7 +45,7 @@ def engines(model: Any, passes: int = PASSES) -> dict[str, ForwardGradient]:
             for i in (0, 2, 4)
         ]
 
-    left = max(0, passes - 4)  # clean pass and local products
+    left = max(0, passes - 4)  # clean pass and local VJPs
     lr, stage = LikelihoodRatio(), LikelihoodRatio(targets="stage", shaping=Shaping())
     made = {
         "ours: MeZO": (mezo(model, queries=passes), None),

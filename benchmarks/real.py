@@ -9,7 +9,7 @@ otherwise. Every row runs in two processes of its own, one for the time and one 
 *Time.* Inference passes take turns with the later steps; "passes" is the median of the ratios in
 each turn, and ratios to other rows are ratios of passes, so that other load of the machine falls
 out. Rows with a reference of their own (MeZO with the plain loop, block LR with its floor: the
-same rows without noise and the same local products) have that in the turns, too: "in turn".
+same rows without noise and the same local VJPs) have that in the turns, too: "in turn".
 
 *Memory.* Resident, with one arena of malloc and tensors mapped one by one, which is slower.
 "growth" is the peak of the steps over what the loaded model takes, "adds" over the peak of an

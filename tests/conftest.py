@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.passes.interrupts import SIGNALS, Hold
+from flops.passes.interrupts import SIGNALS, DeferSignals
 from flops.perturb import random
 
 ESTIMATORS = {
@@ -61,7 +61,7 @@ def handlers_stay() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
-    assert Hold._active is None
+    assert DeferSignals._active is None
     signal.signal(signal.SIGINT, ours)
 
 

@@ -63,7 +63,7 @@ def test_gaussian_scores_are_those_of_autograd(kernel: bool) -> None:
     rng = np.random.default_rng(0)
     allocator = Gaussian(kernel=kernel)
     theta = np.array([0.9, 0.4, np.log(0.3), -0.4])
-    allocator._learned = gaussians._Learned(theta=theta)
+    allocator._learned = gaussians._GaussianState(theta=theta)
     batch = signal(rng.random(size) * 2, embeddings=torch.from_numpy(rng.normal(size=(size, 3))))
     phi = np.stack([np.ones(size), np.tanh(batch.losses.numpy())], axis=1)
     distance = allocator._distance(batch)
@@ -108,7 +108,7 @@ def test_gaussian_update_follows_the_score_gradient() -> None:
         counts = feasible(raw, float(batch.budget), 1.0)
         return float(np.log(objective(true.numpy(), counts)).mean())
 
-    start = gaussians._Learned().theta
+    start = gaussians._GaussianState().theta
     steps = 1e-3 * np.eye(4)
     expected = np.array([(cost(start + d) - cost(start - d)) / 2e-3 for d in steps])
     np.testing.assert_allclose(caught[0], expected, atol=0.1 * np.abs(expected).max())

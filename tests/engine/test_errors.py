@@ -88,7 +88,7 @@ def test_script_modules_are_refused() -> None:
     [
         ([0, 1, 2], "3 entries for 5 points"),
         (torch.arange(6), "6 entries for 5 points"),
-        ([0, 1, 2, 3, 0], "names a point twice"),
+        ([0, 1, 2, 3, 0], "contains a point twice"),
         ([0.0, 1.0, 2.0, 3.0, 4.0], "one integer per point, not torch.float32"),
         (torch.ones(5, dtype=torch.bool), "one integer per point, not torch.bool"),
         (torch.arange(5).view(5, 1), r"one integer per point, not .* \(5, 1\)"),

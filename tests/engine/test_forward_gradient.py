@@ -175,7 +175,7 @@ def test_parameters_that_share_a_gradient_tensor_stay_apart() -> None:
     model = Shifts()
     x, y = torch.randn(6, 2).double(), torch.randn(6, 2).double()
     groups = [Group(model, LikelihoodRatio(1e-6, noise="orthogonal"), queries=2)]
-    found = estimate(model, squared, x, y, groups, chunk=2)  # three local products
+    found = estimate(model, squared, x, y, groups, chunk=2)  # three local VJPs
     truth = exact(model, squared, x, y)
     torch.testing.assert_close(flat(found), flat(truth), rtol=1e-4, atol=1e-6)
     assert model.a.grad is not model.b.grad

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
 from flops.passes.structure import inspect
-from flops.perturb.rowwise import generic, is_rank_one, thin_of
+from flops.perturb.rowwise import generic, is_rank_one, rowwise_product_of
 from tests.support.targets import ESTIMATORS, check, randomised
 
 
@@ -91,7 +91,7 @@ def test_layers(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_thin_products_equal_rows_with_perturbed_weights(name: str) -> None:
+def test_rowwise_products_equal_rows_with_perturbed_weights(name: str) -> None:
     """Large noise, four rows, every parameter: exactly what the module itself gives row by row."""
     module, x = LAYERS[name]()
     randomised(module)
@@ -111,16 +111,16 @@ def test_thin_products_equal_rows_with_perturbed_weights(name: str) -> None:
             noise[path] = torch.randn(rows, p.numel()).double()
             dense[path] = noise[path].reshape(rows, *p.shape)
     with torch.no_grad():
-        found = thin_of(module)(module, module.forward, (x,), {}, noise, call)
+        found = rowwise_product_of(module)(module, module.forward, (x,), {}, noise, call)
         for r in range(rows):
             weights = {n: p + dense[n][r] for n, p in module.named_parameters()}
             truth = torch.func.functional_call(module, weights, (x[r : r + 1],))
             torch.testing.assert_close(found[r : r + 1], truth, rtol=1e-10, atol=1e-10)
 
 
-def test_transformers_layers_have_thin_products_without_its_import() -> None:
-    assert thin_of(Conv1D(3, 4)) is not generic
-    code = "import sys, flops.perturb.rowwise as t; t.thin_products(); "
+def test_transformers_layers_have_rowwise_products_without_its_import() -> None:
+    assert rowwise_product_of(Conv1D(3, 4)) is not generic
+    code = "import sys, flops.perturb.rowwise as t; t.rowwise_products(); "
     code += "assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -157,7 +157,7 @@ def test_tables_without_batch_axis(lead: bool, length: int, kind: str) -> None:
         fg = ForwardGradient(model, summed, [Group(targets, estimator, 4)])
         fg.estimate(x)
         (layout,) = fg._layouts._known.values()
-        assert [u.name for u in layout.bindings[0].units] == [""]  # run row by row as a whole
+        assert [u.name for u in layout.bindings[0].modules] == [""]  # run row by row as a whole
     check(model, x, targets, ESTIMATORS[kind])
 
 

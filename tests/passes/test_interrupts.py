@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flops import FlopsError
-from flops.passes.interrupts import Hold, Whole, check
+from flops.passes.interrupts import Atomic, DeferSignals, check
 from tests.support.during import interrupt, run_in_thread
 
 pytestmark = pytest.mark.usefixtures("handlers_stay")
@@ -20,7 +20,7 @@ def test_what_is_raised_in_our_code_waits_for_the_next_check() -> None:
     seen = []
 
     def work() -> None:
-        with Hold(), Whole():
+        with DeferSignals(), Atomic():
             interrupt()
             check()
             seen.append("all of it was done")
@@ -35,7 +35,7 @@ def test_the_users_code_is_left_at_once() -> None:
         interrupt()
         pytest.fail("went on")
 
-    with pytest.raises(KeyboardInterrupt), Hold():
+    with pytest.raises(KeyboardInterrupt), DeferSignals():
         users()
 
 
@@ -45,7 +45,7 @@ def test_code_of_torch_goes_on_to_the_next_check() -> None:
     exec("def relu():\n    interrupt(2)\n    seen.append('went on')", scope)
 
     def work() -> None:
-        with Hold():
+        with DeferSignals():
             scope["relu"]()
             check()
             seen.append("went on again")
@@ -59,7 +59,7 @@ def test_a_handler_of_the_users_own_is_called_at_once_and_may_return() -> None:
     calls = []
     before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     try:
-        with Hold(), Whole():
+        with DeferSignals(), Atomic():
             interrupt()
             assert calls == [signal.SIGINT]
     finally:
@@ -73,7 +73,7 @@ def test_other_signals_with_a_handler_in_python(error: type[BaseException]) -> N
         raise error
 
     def work(number: int) -> None:
-        with Hold(), Whole():
+        with DeferSignals(), Atomic():
             signal.raise_signal(number)
             seen.append(number)
 
@@ -93,7 +93,7 @@ def test_clean_up_is_not_cut_short_by_a_second_one() -> None:
     seen = []
 
     def work() -> None:
-        with Hold():
+        with DeferSignals():
             try:
                 interrupt()
             finally:
@@ -113,20 +113,20 @@ def test_it_cannot_be_swallowed() -> None:
             return
 
     def work() -> None:
-        with Hold():
+        with DeferSignals():
             swallows()
             check()
             pytest.fail("went on")
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    with pytest.raises(KeyboardInterrupt), Hold():
+    with pytest.raises(KeyboardInterrupt), DeferSignals():
         swallows()
 
 
 def test_an_error_of_the_step_does_not_hide_it() -> None:
     def work() -> None:
-        with Hold(), Whole():
+        with DeferSignals(), Atomic():
             interrupt()
             raise FlopsError("a loss is not finite")
 
@@ -142,7 +142,7 @@ def test_an_error_made_of_it_is_the_users_choice() -> None:
         except KeyboardInterrupt as error:
             raise ValueError("stopped") from error
 
-    with pytest.raises(ValueError, match="stopped"), Hold():
+    with pytest.raises(ValueError, match="stopped"), DeferSignals():
         users()
 
 
@@ -153,7 +153,7 @@ def test_a_handler_that_was_put_there_meanwhile_stays() -> None:
     calls: list[int] = []
     first = signal.getsignal(signal.SIGINT)
     try:
-        with Hold():
+        with DeferSignals():
             ours = signal.signal(signal.SIGINT, other)
         assert signal.getsignal(signal.SIGINT) is other
         signal.signal(signal.SIGINT, ours)  # whoever put it there puts back what was there
@@ -167,7 +167,7 @@ def test_other_threads_have_nothing_to_do_with_it() -> None:
     found: list[Any] = []
 
     def other() -> None:
-        with Hold(), Whole():
+        with DeferSignals(), Atomic():
             found.append(signal.getsignal(signal.SIGINT))
             check()
 
@@ -179,7 +179,7 @@ def test_a_hold_costs_microseconds() -> None:
     def once() -> float:
         started = time.thread_time()  # whatever else the machine does
         for _ in range(20):
-            with Hold(), Whole():
+            with DeferSignals(), Atomic():
                 check()
         return (time.thread_time() - started) / 20
 

@@ -167,7 +167,7 @@ def test_all_is_put_back_when_the_loss_raises(kind: str) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_local_products_cost_what_they_run() -> None:
+def test_local_vjps_cost_what_they_run() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     for layer in list(model)[:3]:
         layer.requires_grad_(False)

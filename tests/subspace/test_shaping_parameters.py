@@ -299,12 +299,12 @@ def test_parameters_come_back_also_after_an_error(kind: str) -> None:
 
 @pytest.mark.parametrize("cls", [ES, SPSA])
 def test_shared_draws_are_refused(cls: type) -> None:
-    with pytest.raises(ValueError, match=r"draws of each point's own, not shared=True"):
+    with pytest.raises(ValueError, match=r"per-point draws: use shared=False"):
         cls(shared=True, shaping=Shaping())
 
 
-def test_slopes_without_a_baseline_are_refused() -> None:
-    with pytest.raises(ValueError, match='use "clean" or "antithetic"'):
+def test_shaping_without_a_baseline_is_refused() -> None:
+    with pytest.raises(ValueError, match='use baseline="clean" or "antithetic"'):
         ES(baseline="none", shaping=Shaping())
 
 

@@ -48,7 +48,7 @@ def traces(values: Any, draws: Any = 2) -> Traces:
 
 
 def sampled(true: Tensor, draws: int, seed: int) -> Traces:
-    """Mean squares of as many normal slopes of these variances."""
+    """Mean squares of as many normal derivatives of these variances."""
     source = torch.Generator().manual_seed(seed)
     w = torch.randn(draws, len(true), generator=source, dtype=torch.float64)
     return traces(w.square().mean(0) * true, draws)

@@ -1,4 +1,4 @@
-"""The estimators once more, slowly: one row at a time, by hooks, without replay or thin products.
+"""The estimators once more, slowly: row by row, by hooks, without replay or row-wise products.
 
 The noise is the documented stream, made in plain Python. Only the places that pointwise parameter
 noise has in a row are taken from the library.
@@ -239,14 +239,14 @@ def brute_pointwise(
                     z = row[e.offset : e.offset + e.out]
                     if e.rest:
                         z = z[:, None] * row[e.offset + e.out : e.offset + e.out + e.rest]
-                    owner = e.unit.module.get_submodule(e.path.rpartition(".")[0])
+                    owner = e.called.module.get_submodule(e.path.rpartition(".")[0])
                     z = _without_padding(z.reshape(e.parameter.shape), owner)
                     places.append((e, owner, z))
                 up = _swapped(run, j, places, sigma)
                 down = _swapped(run, j, places, -sigma) if estimator.unit == 2 else clean
                 w = (up - down) / (estimator.unit * sigma)
                 for e, owner, z in places:
-                    if type(owner) is nn.Embedding and owner is e.unit.module:
+                    if type(owner) is nn.Embedding and owner is e.called.module:
                         z = z * _tokens(run, j, owner)
                     total[e.parameter] = total.get(e.parameter, 0) + w * z / (draws * size)
     return total
@@ -257,7 +257,7 @@ def _swapped(run: Run, j: int, places: Any, scale: float) -> Tensor:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         for e, owner, z in places:
-            if e.unit.module is module:
+            if e.called.module is module:
                 name = e.path.rpartition(".")[2]
                 saved.append((module, owner, name, e.parameter))
                 setattr(owner, name, nn.Parameter(e.parameter + scale * z))
@@ -267,7 +267,7 @@ def _swapped(run: Run, j: int, places: Any, scale: float) -> Tensor:
             _, owner, name, parameter = saved.pop()
             setattr(owner, name, parameter)
 
-    units = list({id(e.unit.module): e.unit.module for e, _, _ in places}.values())
+    units = list({id(e.called.module): e.called.module for e, _, _ in places}.values())
     with hooked(units, before, after):
         return run(j)
 

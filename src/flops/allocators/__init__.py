@@ -1,4 +1,4 @@
-"""Query allocators: given a budget, how many queries each point of the batch gets."""
+"""Query allocators: distribute a budget of queries over the points of a batch."""
 
 from flops.allocators.base import Allocator, Learner, Signal, Traces
 from flops.allocators.bernoulli import Bernoulli

@@ -1,4 +1,4 @@
-"""The extension point for query allocators: one file, one class that has these members."""
+"""Base class of query allocators, and its inputs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Signal:
-    """What an allocator may know about a batch: only what a black box shows.
+    """Inputs of an allocator: available for a black box, too.
 
     Attributes:
         losses: Clean losses, shape (B,).
-        budget: Queries in all, a multiple of the unit.
+        budget: Total queries, a multiple of the unit.
         unit: Queries per draw: 1, or 2 for antithetic pairs.
-        minimum: Fewest queries of a point, a multiple of the unit.
+        minimum: Minimum queries of a point, a multiple of the unit.
         group: Name of the group.
         index: Positions of the points in the data set, if given.
-        embeddings: Representations of the points, shape (B, E), if the allocator wants them.
+        embeddings: Representations of the points, shape (B, E), if the allocator needs them.
         key: (seed, step, group), for random choices of the allocator.
     """
 
@@ -38,7 +38,7 @@ class Signal:
         return f"Signal({what}, unit={self.unit}, minimum={self.minimum})"
 
     def at(self, points: Tensor) -> Signal:
-        """The signal of some of the points, or of all in another order; the budget stays."""
+        """The signal of a subset or permutation of the points, with the same budget."""
         return replace(
             self,
             losses=self.losses[points],
@@ -49,12 +49,12 @@ class Signal:
 
 @dataclass(frozen=True)
 class Traces:
-    """What a step's queries showed about the noise of each point's estimate.
+    """Estimated noise of each point's gradient estimate.
 
     Attributes:
         values: Tr_j, the trace of the covariance of one draw, shape (B,); 0 for a point without
             draws.
-        draws: Number of draws behind it, shape (B,).
+        draws: Number of draws of each point, shape (B,).
     """
 
     values: Tensor
@@ -64,22 +64,22 @@ class Traces:
         return f"Traces({len(self.values)} points, {int(self.draws.sum())} draws)"
 
     def at(self, points: Tensor) -> Traces:
-        """Those of some of the points, or of all in another order."""
+        """The traces of a subset or permutation of the points."""
         return Traces(self.values[points], self.draws[points])
 
 
 class Allocator(ABC):
-    """Decides how many queries each point of a batch gets.
+    """Determines the number of queries of each point of a batch.
 
-    The engine keeps one copy per group, so an allocator may hold what it learned in attributes;
-    it replaces them and never writes into them, so that a failed step leaves the old ones.
+    The engine keeps one copy per group, so an allocator may have learned state in attributes; it
+    must replace them, never modify them in place, so that a failed step keeps the old state.
 
     Attributes:
-        min_queries: Fewest queries of a point.
-        pilot: Queries per point that are made before allocating, to learn from on this very
-            batch; 0 learns from the queries of a step for the next one.
+        min_queries: Minimum queries of a point.
+        pilot: Queries per point before the allocation, to learn from on the same batch; 0 learns
+            from the queries of a step for the next one.
         wants_embeddings: Whether `Signal.embeddings` is needed.
-        across_groups: Whether groups share one total budget by what they need.
+        across_groups: Whether groups share one total budget by their demand.
     """
 
     min_queries: int = 1
@@ -95,7 +95,7 @@ class Allocator(ABC):
         """Counts, a LongTensor of shape (B,): multiples of the unit that sum to the budget."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, for resuming."""
+        """Learned state, for resuming."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,4 +108,4 @@ class Learner(Allocator):
 
     @abstractmethod
     def learn(self, signal: Signal, traces: Traces) -> None:
-        """Take in what the queries of this batch showed."""
+        """Learn from the traces of this batch."""

@@ -1,8 +1,8 @@
-"""Bernoulli allocation (the paper's BA): easy points are halved at random.
+"""Bernoulli allocation (the paper's BA): counts of easy points are halved at random.
 
     P(A_j = Abar / 2) = p  if l_j < mean loss,  0 otherwise;
 
-what is pruned is shared equally by the points that are not.
+pruned queries are distributed equally over the other points.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Bernoulli(Learner):
 
     Args:
         p: The probability; None learns it by the score gradient of J.
-        min_queries: Fewest queries of a point.
+        min_queries: Minimum queries of a point.
         samples: Allocations sampled per update of a learned p.
     """
 
@@ -61,7 +61,7 @@ class Bernoulli(Learner):
         signal, traces = measured(signal, traces)
         values = traces.values.double().numpy()
         if len(values) < 2 or values.max() <= 0:
-            return  # nothing to tell the points apart by
+            return  # all points look equal
         rng = np.random.default_rng(mix(*signal.key, 2))
         easy = _easy(signal)
         pruned = easy & (rng.random((self.samples, len(easy))) < self.probability)
@@ -87,7 +87,7 @@ def _easy(signal: Signal) -> Any:
 
 
 def _shares(pruned: Any) -> Array:
-    """Relative counts: 1/2 for the pruned, and an equal part of the rest for the others."""
+    """Relative counts: 1/2 for pruned points, and an equal share of the rest for the others."""
     size = pruned.shape[-1]
     dropped = pruned.sum(axis=-1, keepdims=True)
     rest = (size - dropped / 2) / np.maximum(size - dropped, 1)

@@ -16,24 +16,24 @@ from typing import Any
 
 from flops.allocators.base import Traces
 
-KEEP = 0.9  # of a group's running demand from step to step
-MOST = 10  # times its own budget: a group whose queries are almost free needs no more
+KEEP = 0.9  # decay of a group's running demand per step
+MOST = 10  # maximum multiple of its own budget, for groups whose queries are almost free
 
 
 def note_demand(memory: dict[str, Any], traces: Traces, norm: float, cost: float) -> None:
-    """Keep a group's running demand, and what a query of it costs.
+    """Update a group's running demand and the cost of its queries.
 
     Args:
-        memory: What the group keeps from step to step.
-        traces: Of its points.
-        norm: Squared length of its gradient.
-        cost: Of a query, in forward passes.
+        memory: State of the group.
+        traces: Traces of its points.
+        norm: Squared norm of its gradient.
+        cost: Cost of a query, in forward passes.
     """
     memory["query_cost"] = cost
     if norm <= 0:
         return
     now = float(traces.values.double().sqrt().sum()) / norm**0.5
-    if math.isfinite(now):  # one step whose derivatives overflowed must not decide all later ones
+    if math.isfinite(now):  # a step whose derivatives overflow must not affect later ones
         memory["demand"] = KEEP * float(memory.get("demand", now)) + (1 - KEEP) * now
 
 
@@ -43,13 +43,13 @@ def shared_budgets(
     least: Mapping[str, int],
     memory: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, int]:
-    """Queries of each group that shares the total, in whole units; as configured at first.
+    """Queries of each group that shares the total, in whole units; initially as configured.
 
     Args:
-        budgets: As configured.
+        budgets: Configured queries.
         units: Queries of one draw.
-        least: Fewest queries with which a step works.
-        memory: What the groups keep from step to step.
+        least: Minimum queries of a step.
+        memory: State of the groups.
     """
     names = [name for name in budgets if "demand" in memory[name]]
     if len(names) < 2:
@@ -58,7 +58,7 @@ def shared_budgets(
         {name: budgets[name] for name in names},
         {name: max(1e-3, float(memory[name]["query_cost"])) for name in names},
         {name: float(memory[name]["demand"]) for name in names},
-        # What is configured is enough for a step, or the step itself says so.
+        # If the configured queries are too few, the step raises an error.
         {name: min(budgets[name], least[name]) for name in names},
         {name: MOST * budgets[name] for name in names},
     )
@@ -73,17 +73,17 @@ def split_budgets(
     least: Mapping[str, float] | None = None,
     most: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Queries of each group so that the total cost stays and the summed variance is least.
+    """Queries of each group that minimise the summed variance at the same total cost.
 
     Args:
         budgets: Queries of each group as configured; their cost is the total.
         costs: Cost of one query of each group, above 0.
         demands: sum_j sqrt(Tr_j), over the norm of the group's gradient, of each group.
-        least: Fewest queries of each group; they must not cost more than the total.
-        most: Most queries of each group.
+        least: Minimum queries of each group; they must not cost more than the total.
+        most: Maximum queries of each group.
 
     Returns:
-        Real-valued budgets proportional to demand / sqrt(cost), but for groups at a bound.
+        Real-valued budgets proportional to demand / sqrt(cost), except for groups at a bound.
     """
     total = sum(budgets[name] * costs[name] for name in budgets)
     shares = {name: demands[name] / costs[name] ** 0.5 for name in budgets}
@@ -98,10 +98,10 @@ def split_budgets(
     def costly(multiplier: float) -> bool:
         return sum(found * costs[n] for n, found in at(multiplier).items()) >= total
 
-    # Without bounds this multiplier is the answer; with them the cost still grows with it.
+    # Without bounds this multiplier is the solution; with them the cost is still monotonic in it.
     middle = total / sum(shares[name] * costs[name] for name in budgets)
     below, above = 0.0, middle
-    while not costly(above) and above < 1e9 * middle:  # unless all groups are at their most
+    while not costly(above) and above < 1e9 * middle:  # unless all groups are at their maximum
         above *= 2
     for _ in range(100):
         middle = (below + above) / 2

@@ -1,9 +1,9 @@
-"""Counts: which are feasible, how good they are, and how they become integers.
+"""Counts: feasible counts, the objective J, and rounding to integers.
 
 Up to 1/B^2 the objective J(A) = sum_j Tr_j / A_j is the trace of the batch gradient's covariance
-(Theorem 1: less of it means a better step). The mean of 1/A does not exist for a Gaussian A, and J
-falls without end as A is scaled up; so J is always evaluated on counts that are clipped to the
-floor and sum to the budget. What a step uses are such counts, rounded by largest remainder.
+(Theorem 1: the lower, the better the step). E[1/A] does not exist for a Gaussian A, and J has no
+minimum as A is scaled up; so J is always evaluated on counts that are clipped to the floor and sum
+to the budget. A step uses such counts, rounded by largest remainder.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ Array = NDArray[np.float64]
 def feasible(raw: Array, budget: float, floor: float) -> Array:
     """Counts proportional to the raw ones, at least the floor, that sum to the budget.
 
-    Points that would fall below the floor get it, and the others share what is left
-    (water-filling).
+    Points below the floor get the floor, and the others share the rest (water-filling).
 
     Args:
-        raw: Wanted counts, shape (..., B); what is not positive gets the floor. Rows without any
+        raw: Unnormalised counts, shape (..., B); non-positive ones get the floor. Rows without any
             positive entry get equal counts.
         budget: Sum of the counts, at least the floor for every point.
-        floor: Fewest of a point.
+        floor: Minimum count of a point.
     """
     wanted = np.maximum(raw, 0.0)
-    # Relative to the largest, so that neither tiny nor huge ones leave the range of floats.
+    # Relative to the largest, to avoid overflow and underflow.
     largest = wanted.max(axis=-1, keepdims=True)
     wanted = np.where(largest > 0, wanted / np.where(largest > 0, largest, 1.0), 1.0)
-    # The k smallest get the floor, for the first k with which the next one stays above it.
+    # The k smallest get the floor, for the smallest k at which the next one is above it.
     order = np.argsort(wanted, axis=-1, kind="stable")
     ordered = np.take_along_axis(wanted, order, axis=-1)
     mass = np.flip(np.flip(ordered, axis=-1).cumsum(axis=-1), axis=-1)
@@ -54,21 +53,21 @@ def round_counts(shares: Tensor, budget: int, *, unit: int = 1, floor: int = 1) 
     """Integer counts in multiples of ``unit`` that sum to the budget, by largest remainder.
 
     Args:
-        shares: Non-negative weights of the points, shape (B,); all zero counts as all equal.
-        budget: Queries in all; rounded down to the unit.
+        shares: Non-negative weights of the points, shape (B,); equal if all are zero.
+        budget: Total queries; rounded down to the unit.
         unit: Queries of one draw: 1, or 2 for antithetic pairs.
-        floor: Fewest queries of a point, rounded up to the unit.
+        floor: Minimum queries of a point, rounded up to the unit.
 
     Returns:
         A LongTensor of shape (B,) whose sum is the budget rounded down to the unit.
 
     Raises:
-        QueryError: If the budget cannot give every point its floor, or if a share is negative
-            or not finite.
+        QueryError: If the budget is too small for the floor, or if a share is negative or not
+            finite.
     """
     size = len(shares)
     if size == 0:
-        raise QueryError("there are no points to spread the queries over")
+        raise QueryError("there are no points to allocate queries to")
     total, least = budget // unit, -(-floor // unit)
     if total < least * size or total < 1:
         raise too_few(budget, size, least * unit, unit)
@@ -81,14 +80,14 @@ def round_counts(shares: Tensor, budget: int, *, unit: int = 1, floor: int = 1) 
     ideal = torch.from_numpy(feasible(weights.numpy(), float(total), float(least)))
     counts = ideal.floor().long()
     missing = total - int(counts.sum())
-    # A stable sort breaks ties by position, so that the result is the same everywhere.
+    # A stable sort breaks ties by position, for the same result on all machines.
     order = torch.sort(ideal - counts, descending=True, stable=True).indices
     counts[order[:missing]] += 1
     return counts * unit
 
 
 def too_few(budget: int, size: int, floor: int, unit: int) -> QueryError:
-    """What to say if a budget cannot give every point its floor."""
+    """The error for a budget that is too small for the floor."""
     return QueryError(
         f"{budget} queries are too few for {size} points with at least {floor} each: raise "
         f"`queries` to {max(unit, floor)} or more per point"
@@ -96,10 +95,10 @@ def too_few(budget: int, size: int, floor: int, unit: int) -> QueryError:
 
 
 def measured(signal: Signal, traces: Traces) -> tuple[Signal, Traces]:
-    """Only the points that something is known about, with their part of the budget.
+    """The points with a valid trace, and their part of the budget.
 
-    A point without draws has no trace, which is not a trace of zero; and one point whose
-    directional derivatives overflowed must not spoil what the others show.
+    A point without draws has no trace, which is not a trace of zero; and a point whose directional
+    derivatives overflow must not affect the others.
     """
     values = traces.values
     known = torch.nonzero((traces.draws > 0) & torch.isfinite(values) & (values >= 0)).flatten()
@@ -111,16 +110,16 @@ def measured(signal: Signal, traces: Traces) -> tuple[Signal, Traces]:
 
 
 def objective(traces: Array, counts: Array) -> Array:
-    """J for each row of counts; a dropped point (count 0) adds nothing, it is bias instead."""
+    """J for each row of counts; a dropped point (count 0) adds bias, but no variance."""
     safe = np.maximum(counts, 1e-300)
     return np.asarray(np.where(counts > 0, traces / safe, 0.0).sum(axis=-1))
 
 
 def integer_optimum(traces: Array, budget: int, floor: int = 1) -> NDArray[np.int64]:
-    """The integer counts with the least J: greedy, exact because J is separable and convex.
+    """The integer counts that minimise J: greedy, exact because J is separable and convex.
 
     Raises:
-        QueryError: If the floor is below 1, where J has no value, or the budget below the floors.
+        QueryError: If the floor is below 1, where J is undefined, or the budget below the floors.
     """
     if floor < 1 or budget < floor * len(traces):
         raise QueryError(
@@ -137,7 +136,7 @@ def integer_optimum(traces: Array, budget: int, floor: int = 1) -> NDArray[np.in
 
 
 def _exchange(traces: Array, counts: NDArray[np.int64], floor: int) -> NDArray[np.int64]:
-    """Move single queries while that helps; heals what taking several at once did."""
+    """Move single queries while J decreases; corrects the greedy moves of several queries."""
     while True:
         gain = traces / counts - traces / (counts + 1)
         above = counts > floor

@@ -13,13 +13,13 @@ from flops.allocators.counts import too_few
 
 @dataclass(frozen=True)
 class Equal(Allocator):
-    """A_j = budget / B, with what is left over given to the first points."""
+    """A_j = budget / B; the first points get the remainder."""
 
     def allocate(self, signal: Signal) -> Tensor:
         """Equal counts.
 
         Raises:
-            QueryError: If the budget cannot give every point its floor.
+            QueryError: If the budget is too small for the floor.
         """
         size, unit = len(signal.losses), signal.unit
         draws, left = divmod(signal.budget // unit, size)

@@ -1,4 +1,4 @@
-"""Counts given by hand, for studies and for somebody who knows better."""
+"""Counts set by the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fixed(Allocator):
     counts: Sequence[int] | Tensor
 
     def __post_init__(self) -> None:
-        """Refuse what would be rounded on its way to whole numbers.
+        """Raise if a count would be rounded.
 
         Raises:
             QueryError: If the counts are not one whole number per point.

@@ -1,17 +1,17 @@
-"""The Gaussian allocator (the paper's GA): queries by loss, alike for like points, learned.
+"""The Gaussian allocator (the paper's GA): a learned Gaussian process with its mean by loss.
 
     A ~ N(mu, Sigma),  mu_j = beta0 + beta1 tanh(l_j),
     Sigma_jk = sigma^2 exp(-(1 - cos(e_j, e_k)) / (2 gamma^2)),
 
-with the points' embeddings e. The four parameters per group minimise
-J = E[sum_j Tr_j / A_j] by the likelihood-ratio gradient itself: K allocations are sampled, each
-is clipped and normalised to the budget, and E[(log J - its mean) * score] moves them by Adam.
-All scores are closed-form. Counts are then one sample, clipped, normalised and rounded.
+with the points' embeddings e. The four parameters per group minimise J = E[sum_j Tr_j / A_j] by the
+likelihood-ratio gradient: K allocations are sampled, each is clipped and normalised to the budget,
+and Adam takes steps along E[(log J - its mean) * score]. All scores are closed-form. Counts are
+then one sample, clipped, normalised and rounded.
 
-By convexity the best sigma is 0, so it has a lower bound, and the kernel matters only on the way.
+By convexity the optimal sigma is 0, so it has a lower bound; the kernel only matters until then.
 
-Samples go by the place of a point in the batch. The engine hands points over in the order of their
-data set indices where these are given, so that counts then do not depend on the batch's order.
+Samples depend on the position in the batch; the engine sorts points by data set index if given, so
+that counts do not depend on the order of the batch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from flops.perturb.random import mix
 Feature = Literal["tanh", "standardised"]
 JITTER = 1e-3
 SETTLED = 100  # updates
-MOST_CORRELATED = 2048  # points; the kernel of 10,000 would take 800 MB, and minutes to factor
-SETTLING = 50  # updates after which Adam's step has halved
-LEAST_RATE = 0.05  # of Adam's first step
+MOST_CORRELATED = 2048  # points; the kernel of 10,000 would take 800 MB, and minutes to factorise
+SETTLING = 50  # updates until Adam's step is halved
+LEAST_RATE = 0.05  # of Adam's initial step
 LOG_SIGMA = (np.log(0.03), np.log(1.0))
 LOG_GAMMA = (-2.0, 2.0)
 
 
 @dataclass(frozen=True)
-class _Learned:
-    """beta0 and beta1 over the mean count, log sigma over the mean count, log gamma; and Adam's."""
+class _GaussianState:
+    """beta0, beta1, log sigma (relative to the mean count) and log gamma; Adam's averages."""
 
     theta: Array = field(default_factory=lambda: np.array([1.0, 0.5, np.log(0.2), 0.0]))
     mean: Array = field(default_factory=lambda: np.zeros(4))
@@ -56,17 +56,17 @@ class Gaussian(Learner):
 
     Args:
         feature: "tanh" of the loss (the paper's), or "standardised": tanh of the batch z-score,
-            for losses that sit above 2, where tanh saturates (language models).
-        kernel: False makes Sigma diagonal (the paper's ablation). It is diagonal as well without
+            for losses above 2, where tanh saturates (language models).
+        kernel: False makes Sigma diagonal (the paper's ablation). It is also diagonal without
             embeddings and for batches of more than 2048 points.
-        pilot: Queries per point to learn from before allocating, as in the paper; 0 learns from
+        pilot: Queries per point to learn from before the allocation, as in the paper; 0 learns from
             the queries of a step for the next one.
-        min_queries: Fewest queries of a point; 0 follows the paper and drops points.
+        min_queries: Minimum queries of a point; 0 drops points, as in the paper.
         samples: K, allocations sampled per update.
-        iterations: Most updates per step; a third of them after the first hundred, and two when J
-            no longer falls.
+        iterations: Maximum updates per step; a third of that after the first hundred, and two when
+            J has converged.
         interval: M, steps between two rounds of updates.
-        learning_rate: Adam's first step on the scale-free parameters; it falls to a twentieth.
+        learning_rate: Adam's initial step on the scale-free parameters; it decays to a twentieth.
     """
 
     feature: Feature = "tanh"
@@ -77,7 +77,7 @@ class Gaussian(Learner):
     iterations: int = 10
     interval: int = 1
     learning_rate: float = 0.1
-    _learned: _Learned = field(default_factory=_Learned, init=False, repr=False)
+    _learned: _GaussianState = field(default_factory=_GaussianState, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -90,12 +90,12 @@ class Gaussian(Learner):
 
     @property
     def wants_embeddings(self) -> bool:
-        """Only the kernel does."""
+        """For the kernel only."""
         return self.kernel
 
     @property
     def converged(self) -> bool:
-        """Whether J has stopped falling: the fast and slow averages of its logarithm agree."""
+        """Whether J has converged: the fast and slow averages of its logarithm agree."""
         learned = self._learned
         return learned.updates >= SETTLED and abs(learned.fast - learned.slow) < 0.01
 
@@ -122,16 +122,16 @@ class Gaussian(Learner):
         return round_counts(shares, signal.budget, unit=signal.unit, floor=signal.minimum)
 
     def mean_counts(self, signal: Signal) -> Array:
-        """What the mean of the distribution gives, clipped and normalised, before sampling."""
+        """The mean of the distribution, clipped and normalised."""
         theta = self._learned.theta
         raw = theta[0] + theta[1] * self._feature(signal)
         return feasible(raw, float(signal.budget), float(signal.minimum))
 
     def learn(self, signal: Signal, traces: Traces) -> None:
-        """A few updates on this batch, starting from where the last ones ended."""
+        """A few updates on this batch, from the current parameters."""
         calls = self._learned.calls + 1
         if (calls - 1) % self.interval == 0:
-            # At first it has far to go; afterwards it only follows the training.
+            # Many updates until convergence; then a few, to follow the training.
             early = self._learned.updates < SETTLED
             following = 2 if self.converged else max(2, self.iterations // 3)
             self.fit(signal, traces, self.iterations if early else following)
@@ -142,20 +142,20 @@ class Gaussian(Learner):
         signal, traces = measured(signal, traces)
         trace = traces.values.double().numpy()
         if len(trace) < 2 or trace.max() <= 0:
-            return  # nothing to tell the points apart by
+            return  # all points look equal
         trace = trace / trace.max()
         rng = np.random.default_rng(mix(*signal.key, 2))
         phi = np.stack([np.ones(len(trace)), self._feature(signal)], axis=1)  # (B, 2)
         distance = self._distance(signal)
         mean = signal.budget / len(trace)
-        # The least J of any real counts: relative to it batches are alike, and whether J falls
-        # still shows through their differences. Logarithms: one starved point must not decide all.
+        # The minimum of J over real counts makes batches comparable. The logarithm keeps single
+        # points with few queries from dominating.
         ideal = float(np.sqrt(trace).sum() ** 2 / signal.budget)
-        # J has no value for a dropped point, and were it free, dropping all of them would be best.
+        # J is undefined for dropped points; without their cost, dropping all would be optimal.
         floor = min(mean, float(max(signal.minimum, signal.unit)))
         root, whitened = None, phi
         for i in range(iterations):
-            renew = i % 10 == 0  # a factorisation is dear, and gamma moves slowly
+            renew = i % 10 == 0  # factorisation is expensive, and gamma changes slowly
             if renew:
                 root, whitened = _factor(distance, self._learned.theta[3], phi)
             eps = rng.standard_normal((self.samples // 2, len(trace)))
@@ -185,29 +185,29 @@ class Gaussian(Learner):
         scores[:, :2] = eps @ whitened / np.exp(log_sigma)
         scores[:, 2] = np.square(eps).sum(axis=1) - eps.shape[1]
         if distance is not None and root is not None:
-            slope = np.exp(-distance / (2 * np.exp(2 * log_gamma)))
-            slope = slope * distance / np.exp(2 * log_gamma)
+            derivative = np.exp(-distance / (2 * np.exp(2 * log_gamma)))
+            derivative = derivative * distance / np.exp(2 * log_gamma)
             inverse = np.linalg.inv(root)
             v = eps @ inverse
-            trace = float((inverse @ slope * inverse).sum())
-            scores[:, 3] = ((v @ slope * v).sum(axis=1) - trace) / 2
+            trace = float((inverse @ derivative * inverse).sum())
+            scores[:, 3] = ((v @ derivative * v).sum(axis=1) - trace) / 2
         return scores
 
     def _update(self, gradient: Array, moved: Any, phi: Array, cost: float) -> None:
-        """Adam on the moved ones; afterwards beta is scaled so that the mean count is the budget's.
+        """Adam on the ``moved`` parameters; then beta is scaled to the mean count of the budget.
 
-        Gamma moves only where its score was computed: the factor in use stays that of its value.
+        Gamma only changes when its score was computed, so the factorisation matches its value.
         """
         old = self._learned
-        # In units in which the feature has size one, so that small losses learn as fast.
+        # In units of the feature's size, so that small losses learn equally fast.
         size = np.array([1.0, max(1e-6, float(np.sqrt(np.square(phi[:, 1]).mean()))), 1.0, 1.0])
         gradient = gradient / size
         updates = old.updates + 1
         mean = np.where(moved, 0.9 * old.mean + 0.1 * gradient, old.mean)
         square = np.where(moved, 0.99 * old.square + 0.01 * np.square(gradient), old.square)
         step = (mean / (1 - 0.9**updates)) / (np.sqrt(square / (1 - 0.99**updates)) + 1e-12)
-        # At the lower bound of sigma the scores are so noisy that full steps never settle (J up to
-        # 30 % above the family's best); what is left of them follows the training.
+        # At the lower bound of sigma the scores are so noisy that full steps do not converge (J up
+        # to 30 % above the family's optimum); the remaining rate follows the training.
         rate = self.learning_rate * max(LEAST_RATE, 1 / (1 + old.updates / SETTLING))
         theta = old.theta - np.where(moved, rate * step / size, 0.0)
         middle = float((phi @ theta[:2]).mean())
@@ -218,13 +218,13 @@ class Gaussian(Learner):
         theta[3] = np.clip(theta[3], *LOG_GAMMA)
         before = (old.fast, old.slow) if old.updates else (cost, cost)
         fast, slow = 0.9 * before[0] + 0.1 * cost, 0.98 * before[1] + 0.02 * cost
-        self._learned = _Learned(theta, mean, square, updates, old.calls, fast, slow)
+        self._learned = _GaussianState(theta, mean, square, updates, old.calls, fast, slow)
 
     def _feature(self, signal: Signal) -> Array:
         losses = signal.losses.double().numpy()
         if self.feature == "standardised":
             spread = losses.std()
-            # The spread of equal losses may be rounded to something just above 0.
+            # Rounding may leave a small spread of equal losses.
             flat = spread <= 1e-12 * np.abs(losses).max()
             losses = (losses - losses.mean()) / (1.0 if flat else spread)
         return np.asarray(np.tanh(losses))
@@ -236,7 +236,7 @@ class Gaussian(Learner):
         return _cosine_distance(signal.embeddings.double().numpy())
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and the optimizer's averages."""
+        """Parameters and Adam's averages."""
         learned = self._learned
         arrays = ("theta", "mean", "square")
         return {name: torch.from_numpy(getattr(learned, name).copy()) for name in arrays} | {
@@ -248,18 +248,18 @@ class Gaussian(Learner):
         values: dict[str, Any] = {
             k: v.numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()
         }
-        self._learned = _Learned(**values)
+        self._learned = _GaussianState(**values)
 
 
-def _replace(learned: _Learned, **changes: Any) -> _Learned:
-    return _Learned(**{**vars(learned), **changes})
+def _replace(learned: _GaussianState, **changes: Any) -> _GaussianState:
+    return _GaussianState(**{**vars(learned), **changes})
 
 
 def _cosine_distance(vectors: Array) -> Array:
-    """Of every pair; a vector without direction (zero, or not finite) is like itself alone."""
+    """Cosine distance of all pairs; zero and non-finite vectors are similar only to themselves."""
     finite = np.isfinite(vectors).all(axis=1, keepdims=True)
     vectors = np.where(finite, vectors, 0.0)
-    # Relative to the largest entry, so that squares stay within the range of floats.
+    # Relative to the largest entry, so that squares do not overflow.
     largest = np.abs(vectors).max(axis=1, keepdims=True, initial=0.0)
     vectors = vectors / np.where(largest > 0, largest, 1.0)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)

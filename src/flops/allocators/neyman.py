@@ -1,14 +1,14 @@
 """Neyman allocation: the optimal deterministic counts of Theorem 2, from noisy traces.
 
-J is least for A_j proportional to sqrt(Tr_j). Traces from a few queries are very noisy, and
+J is minimal for A_j proportional to sqrt(Tr_j). Traces from a few queries are very noisy, and
 plugging them in wastes most of the gain; so they are shrunk towards a regression on the loss.
 
-With n draws of slopes w ~ N(0, T), log of their mean square is log T + digamma(n/2) - log(n/2) on
-average, with variance trigamma(n/2). So y_j, the corrected log, is an unbiased measurement of
-log Tr_j with a known variance v_j. The model is log Tr_j = x_j^T c + r_j with r_j ~ N(0, tau^2),
-x_j polynomial in asinh(loss / scale): c and tau follow from all steps so far (with decay), and the
-posterior of log Tr_j is normal with mean m_j and variance s_j. The best counts under what is
-known minimise E[sum Tr_j / A_j]: A_j proportional to sqrt(E[Tr_j]) = exp((m_j + s_j / 2) / 2).
+For n directional derivatives w ~ N(0, T), the log of their mean square has the mean
+log T + digamma(n/2) - log(n/2) and the variance trigamma(n/2). So y_j, the corrected log, is an
+unbiased measurement of log Tr_j with known variance v_j. The model is log Tr_j = x_j^T c + r_j with
+r_j ~ N(0, tau^2) and x_j polynomial in asinh(loss / scale): c and tau are fitted to all steps so
+far (with decay), and the posterior of log Tr_j is normal with mean m_j and variance s_j. The counts
+that minimise E[sum Tr_j / A_j] are proportional to sqrt(E[Tr_j]) = exp((m_j + s_j / 2) / 2).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from flops.errors import QueryError
 DEGREE = 2
 DECAY = 0.9
 RIDGE = 1e-3
-LEAST_SPREAD = 0.02  # of tau^2: the regression is never believed to the letter
-MOST_SPREAD = 10.0  # else one wild batch makes all later ones, in comparison, worthless
-OUTLIER = 30.0  # farther from the batch's median no log trace is believed
-FORGET = 0.7  # what a point's own measurements keep of their weight until its next visit
+LEAST_SPREAD = 0.02  # lower bound of tau^2
+MOST_SPREAD = 10.0  # upper bound of tau^2, for outlier batches
+OUTLIER = 30.0  # log traces are clipped to this distance from the batch's median
+FORGET = 0.7  # decay of a point's own measurements until its next visit
 
 
 @dataclass(frozen=True)
-class _Learned:
-    """Sufficient statistics of the regression, spread of its residuals, residuals by point."""
+class _NeymanState:
+    """Sufficient statistics of the regression, variance of its residuals, residuals by point."""
 
     scale: float = 0.0
     gram: Array = field(default_factory=lambda: np.zeros((DEGREE + 1, DEGREE + 1)))
     moment: Array = field(default_factory=lambda: np.zeros(DEGREE + 1))
     spread: float = 1.0
-    spread_weight: float = 1.0  # the prior counts as one point, so that few points cannot fool it
+    spread_weight: float = 1.0  # the prior counts as one point: regularises small samples
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # sorted
     residual: Array = field(default_factory=lambda: np.zeros(0))  # of these, precision-weighted
     precision: Array = field(default_factory=lambda: np.zeros(0))
@@ -51,7 +51,7 @@ class _Learned:
 
 @dataclass(frozen=True)
 class _Pilot:
-    """What a pilot measured, and of which batch: log traces and their variances."""
+    """Log traces of a pilot and their variances, and the key of its batch."""
 
     key: tuple[int, ...]
     y: Array
@@ -63,13 +63,13 @@ class Neyman(Learner):
     """Counts proportional to the square root of the expected traces.
 
     Args:
-        pilot: Queries per point to measure this very batch by before allocating; 0 uses the
-            regression and, with ``running``, what earlier visits of a point showed.
-        min_queries: Fewest queries of a point.
+        pilot: Queries per point, measured on this batch before the allocation; 0 uses the
+            regression and, with ``running``, earlier measurements of a point.
+        min_queries: Minimum queries of a point.
         running: Keep measurements of single points across epochs; needs `estimate(..., index=)`.
-        shrink: False plugs the raw pilot traces in; kept for study only.
-        across_groups: Spread one total budget over the groups as well, by trace and by cost of
-            a query; the groups' own `queries` then only set the total cost.
+        shrink: False plugs the raw pilot traces in, for ablations only.
+        across_groups: Also distribute one total budget over the groups, by trace and cost of a
+            query; the groups' `queries` then only set the total cost.
     """
 
     pilot: int = 0
@@ -77,7 +77,7 @@ class Neyman(Learner):
     running: bool = False
     shrink: bool = True
     across_groups: bool = False
-    _learned: _Learned = field(default_factory=_Learned, init=False, repr=False)
+    _learned: _NeymanState = field(default_factory=_NeymanState, init=False, repr=False)
     _fresh: _Pilot | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -88,13 +88,13 @@ class Neyman(Learner):
             raise ValueError("shrink=False plugs in pilot traces; set pilot to 2 or more")
 
     def allocate(self, signal: Signal) -> Tensor:
-        """Counts by the expected traces; equal before anything is known.
+        """Counts by the expected traces; equal before the first update.
 
         Raises:
-            QueryError: If the budget is too small, or ``running`` has no index to go by.
+            QueryError: If the budget is too small, or ``running`` is set without an index.
         """
         if self.running:
-            _places(signal)  # before any query is made in vain
+            _places(signal)  # raise before any query is made
         shares = torch.from_numpy(np.exp(self.log_expected(signal) / 2))
         return round_counts(shares, signal.budget, unit=signal.unit, floor=signal.minimum)
 
@@ -111,7 +111,7 @@ class Neyman(Learner):
             return np.zeros(len(signal.losses))
         mean = _predict(learned, signal)
         weight, weighted = np.full(len(mean), 1 / learned.spread), np.zeros(len(mean))
-        if self.running:  # a pilot's measurement is among them already
+        if self.running:  # includes a pilot's measurement
             kept, precision = _recall(learned, signal)
             weight, weighted = weight + precision, weighted + kept
         elif fresh is not None:
@@ -121,7 +121,7 @@ class Neyman(Learner):
         return np.asarray(np.clip(expected - expected.max(), -60, 0))
 
     def learn(self, signal: Signal, traces: Traces) -> None:
-        """Measure log traces and refine regression, spread and running residuals."""
+        """Update regression, variance and running residuals with the log traces."""
         y, v = measure(traces)
         self._fresh = _Pilot(signal.key, y, v) if self.pilot else None
         seen = np.isfinite(v)
@@ -137,7 +137,7 @@ class Neyman(Learner):
         moment = DECAY * old.moment + (x * weight[:, None]).T @ y
         learned = _with(old, scale=scale, gram=gram, moment=moment)
         residual = y - _predict(learned, signal)
-        # A fit to few points leaves too little: E[residual^2] = (1 - leverage) (tau^2 + v).
+        # Residuals of a fit are too small: E[residual^2] = (1 - leverage) (tau^2 + v).
         leverage = weight * (x * np.linalg.solve(gram + _ridge(), x.T).T).sum(axis=1)
         left = np.clip(1 - leverage, 0.0, 1.0)
         excess = float((np.square(residual) - left * v)[seen].sum())
@@ -161,21 +161,21 @@ class Neyman(Learner):
         values: dict[str, Any] = {
             k: v.numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()
         }
-        self._learned = _Learned(**values)
+        self._learned = _NeymanState(**values)
 
 
 def measure(traces: Traces) -> tuple[Array, Array]:
-    """Unbiased log traces and their variances; 0 and infinite where nothing is known.
+    """Unbiased log traces and their variances; 0 and infinite for points without a valid trace.
 
-    That is where a point made no draw or its slopes overflowed, and everywhere if no point of the
-    batch has a trace: a slope of exactly 0 then says more about rounding than about the points.
+    These made no draw, or their directional derivatives overflowed. If all traces of the batch are
+    0, none is valid: derivatives of exactly 0 indicate rounding.
     """
     values, n = traces.values.double(), traces.draws.double()
     seen = (n > 0) & torch.isfinite(values) & (values >= 0)
     largest = float(values[seen].max()) if bool(seen.any()) else 0.0
     seen &= torch.tensor(largest > 0)
     half = n.clamp(min=1) / 2
-    # Relative to the largest first, since the mean of huge numbers overflows.
+    # Relative to the largest, since the mean of huge numbers overflows.
     relative = torch.where(seen, values / (largest or 1.0), 1.0)
     least = 1e-12 * float(relative[seen].mean()) if bool(seen.any()) else 1.0
     y = relative.clamp(min=least).log() + math.log(largest or 1.0)
@@ -184,22 +184,22 @@ def measure(traces: Traces) -> tuple[Array, Array]:
     return y.numpy(), v.numpy()
 
 
-def _with(learned: _Learned, **changes: Any) -> _Learned:
-    return _Learned(**{**vars(learned), **changes})
+def _with(learned: _NeymanState, **changes: Any) -> _NeymanState:
+    return _NeymanState(**{**vars(learned), **changes})
 
 
 def _features(signal: Signal, scale: float) -> Array:
-    # asinh is a logarithm for losses above the scale, and takes zero and negative ones as well.
+    # asinh is a logarithm for losses above the scale, and defined for zero and negative ones.
     ratio = np.clip(signal.losses.double().numpy() / scale, -1e30, 1e30)
     z = np.arcsinh(ratio) / 5
     return np.stack([z**power for power in range(DEGREE + 1)], axis=1)
 
 
 def _ridge() -> Array:
-    return RIDGE * np.diag([1e-6, *[1.0] * DEGREE])  # the level is free
+    return RIDGE * np.diag([1e-6, *[1.0] * DEGREE])  # the intercept is hardly regularised
 
 
-def _predict(learned: _Learned, signal: Signal) -> Array:
+def _predict(learned: _NeymanState, signal: Signal) -> Array:
     coefficients = np.linalg.solve(learned.gram + _ridge(), learned.moment)
     return np.asarray(_features(signal, learned.scale) @ coefficients)
 
@@ -213,7 +213,7 @@ def _places(signal: Signal) -> Any:
     return signal.index.long().numpy()
 
 
-def _recall(learned: _Learned, signal: Signal) -> tuple[Array, Array]:
+def _recall(learned: _NeymanState, signal: Signal) -> tuple[Array, Array]:
     places, known = _places(signal), learned.places
     if not len(known):
         return np.zeros(len(places)), np.zeros(len(places))
@@ -222,7 +222,7 @@ def _recall(learned: _Learned, signal: Signal) -> tuple[Array, Array]:
     return np.where(here, learned.residual[at], 0.0), np.where(here, learned.precision[at], 0.0)
 
 
-def _remember(learned: _Learned, signal: Signal, residual: Array, v: Array) -> _Learned:
+def _remember(learned: _NeymanState, signal: Signal, residual: Array, v: Array) -> _NeymanState:
     kept, precision = _recall(learned, signal)
     everywhere = np.union1d(learned.places, _places(signal))
     residuals, precisions = np.zeros((2, len(everywhere)))

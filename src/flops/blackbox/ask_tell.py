@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flops.blackbox.objective import Candidates, Objective, checked
 from flops.errors import FlopsError
-from flops.passes.interrupts import Hold, Whole
+from flops.passes.interrupts import Atomic, DeferSignals
 from flops.subspace.step import Decide
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class AskTell:
                 f"an earlier step failed ({self._failed}); load the last state to continue"
             ) from self._failed
         while self._pending is None and not self._done:  # past a pause
-            with Hold(), Whole():
+            with DeferSignals(), Atomic():
                 self._advance(None)
         if self._pending is None:
             raise FlopsError("nothing is left to evaluate")
@@ -79,7 +79,7 @@ class AskTell:
         if self._pending is None:
             raise FlopsError("no candidates are pending: call ask() first")
         columns = checked(values, self._pending)
-        with Hold(), Whole():  # Ctrl-C takes effect before or after, not in between
+        with DeferSignals(), Atomic():  # Ctrl-C takes effect before or after, not in between
             self.asked += len(self._pending)
             self._pending = None
             self._advance(columns)

@@ -28,13 +28,13 @@ from flops.blackbox.jacobian_factors import Factors, Fit, Measured
 from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Estimator,
     Perturbation,
     PointPlan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
@@ -324,14 +324,14 @@ class _Recycled(Estimation):
         edits = self._binding.edits(signed, self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Derivatives of the loss, for allocators; those of the outputs are stored."""
-        assert answer.outputs is not None
-        outputs = self._estimator.outputs.read(answer.outputs)
+        assert results.outputs is not None
+        outputs = self._estimator.outputs.read(results.outputs)
         clean = self._clean[rows.points]
         self._outputs.append(self._options.derivatives(outputs, clean, torch.float32))
         clean = self._queries.losses[rows.points]
-        return self._options.derivatives(answer.losses, clean, torch.float32)
+        return self._options.derivatives(results.losses, clean, torch.float32)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Estimate every point's gradient and update the memory."""
@@ -345,7 +345,7 @@ class _Recycled(Estimation):
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
         """The local VJP of an identity."""
         deltas = self._binding.split(self._found.delta * (scale / self._queries.size))
-        runner.products(self._binding, deltas, sink)
+        runner.local_vjps(self._binding, deltas, sink)
 
     def finish(self) -> Estimate:
         """Derivatives, energies and errors."""

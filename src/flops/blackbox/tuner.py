@@ -31,7 +31,7 @@ from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, Ranks
 from flops.engine.step import GroupStep, QueryLoop, budget_of, floor_of
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
-from flops.estimators.base import Answer, Estimator, Queries
+from flops.estimators.base import Estimator, Queries, RowResults
 from flops.estimators.likelihood_ratio import default_sigma
 from flops.estimators.parameter_noise import ParameterNoise
 from flops.estimators.variance import ENERGY_STEPS
@@ -194,7 +194,7 @@ class Tuner(AskTell):
         while (query := loop.next()) is not None:
             rows = self._engine.rows(query, self.group.estimator.shared)
             columns = yield Candidates(rows, points[query.rows.points])
-            loop.tell(query, Answer(columns[:, 0], columns))
+            loop.tell(query, RowResults(columns[:, 0], columns))
         found = Collector()
         step.write(found)
         for parameter, gradient in found.gradients.items():

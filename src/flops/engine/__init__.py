@@ -1,1 +1,1 @@
-"""The engine: one step of forward learning, from counts to gradients."""
+"""The engine: one training step by forward passes, from allocation to gradients."""

@@ -1,7 +1,7 @@
-"""Automatic groups: the repeated blocks in three, what stands before and after them apart.
+"""Automatic groups: three groups of the repeated blocks, separate groups for the other modules.
 
-A model with several stacks (two towers) gets such groups for each. Parameters that belong to no
-module that could be perturbed (a bare scale in the root) are estimated by SPSA with shared draws.
+Every stack of a model (two towers) gets its own groups. Parameters without a module that could be
+perturbed (a bare scale in the root) are estimated by SPSA with shared draws.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def automatic_groups(
         modules: All modules by name, the root under the empty name.
         estimator: Estimator of every group of modules.
         queries: Mean queries per point and group.
-        parts: Groups into which a stack of blocks is cut.
+        parts: Groups per stack of blocks.
     """
     if not any(_trains(module) for module in modules.values()):
         raise CoverageError("the model has no trainable parameters: nothing requires a gradient")
@@ -57,7 +57,7 @@ def automatic_groups(
         label = f"{stack.name}." if len(stacks) > 1 else ""
         pieces = [("before", around.get((stack.name, "before"), []))]
         pieces += [(f"blocks-{i + 1}", part) for i, part in enumerate(_cut(stack.blocks, parts))]
-        # With prefix reuse a query behind the blocks is almost free: no need to share any.
+        # With prefix reuse, queries after the blocks are almost free: one group per module.
         pieces += [(name, [name]) for name in around.get((stack.name, "after"), [])]
         for piece, names in pieces:
             if names:
@@ -75,7 +75,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _stacks(modules: Mapping[str, nn.Module]) -> list[_Stack]:
-    """Outermost containers that repeat one class of trainable blocks, or the model's children."""
+    """Outermost containers of repeated trainable blocks, or else the model's children."""
     stacks: list[_Stack] = []
     for name, module in modules.items():
         if any(name.startswith(f"{stack.name}.") for stack in stacks):
@@ -97,10 +97,10 @@ def _stacks(modules: Mapping[str, nn.Module]) -> list[_Stack]:
 
 
 def _children_stack(name: str, module: nn.Module) -> _Stack:
-    """The trainable children of the first module that has several, or that module itself."""
+    """The trainable children of the outermost module with several, or that module."""
     children = [(n, c) for n, c in module.named_children() if _trains(c)]
-    # The root's noise would sit at the loss, and its local product be backpropagation: its own
-    # parameters go with the loose ones. Further in, they act in the module's forward.
+    # A local VJP of the root would be backpropagation, so the root's own parameters are loose.
+    # Those of inner modules act in the module's forward.
     own = any(p.requires_grad for p in module.parameters(recurse=False))
     if not children or (own and name) or isinstance(module, nn.MultiheadAttention):
         return _Stack(name, (name,))

@@ -1,18 +1,17 @@
 """Collectives: the ranks of a `torch.distributed` process group share the rows of a step.
 
-Every process has the whole model and the whole batch, and makes the same plan from the seed. Each
-runs its share of the rows; what they saw is exchanged, and every process ends with the same
-gradients. Rows are shared out in the order of the plan, so that a process has whole points, but
-for the one at each end.
+Every rank has the whole model and the whole batch, and makes the same plan from the seed. Each runs
+its share of the rows; results are exchanged, and every rank ends with the same gradients. Rows are
+distributed in the order of the plan, so that a rank has whole points, except at both ends.
 
-| estimator | what travels for a group |
+| estimator | communicated for a group |
 |---|---|
-| shared draws (MeZO), DeepZero | a loss for each row, nothing else: noise is made from its key |
+| shared draws (MeZO), DeepZero | only a loss for each row: noise is generated from its key |
 | ES, SPSA | a directional derivative for each draw, and the gradients |
 | likelihood ratio | a directional derivative for each draw, and the gradients or the deltas |
 | backpropagation | gradients |
 
-A sum is the same on all processes, bit by bit; it differs from that of one process by rounding.
+A sum is bitwise equal on all ranks; it differs from that of a single process by rounding.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ from flops.engine.rows import Ranks
 from flops.errors import FlopsError
 from flops.passes.local_vjp import Gradients
 
-ProcessGroup = Any  # torch's type is missing where torch was built without it
-BUCKET = 1 << 22  # values of one message: gradients are never copied as a whole
+ProcessGroup = Any  # torch's type is missing if torch was built without it
+BUCKET = 1 << 22  # values per message: gradients are never copied as a whole
 
 
 class WorkerError(FlopsError, RuntimeError):
-    """Another process of the group died, does not answer, or does something else."""
+    """Another rank died, does not respond, or is at another step."""
 
 
 @dataclass
 class Collectives(Ranks):
-    """The ranks of a process group; what they say to each other is counted.
+    """The ranks of a process group, with counters of their communication.
 
     Attributes:
-        group: Their process group.
-        rank: Number of this process.
+        group: The process group.
+        rank: Rank of this process.
         size: World size.
-        sent: Size in bytes of the messages that this process took part in.
-        messages: How many.
+        sent: Total size in bytes of this rank's messages.
+        messages: Number of this rank's messages.
     """
 
     group: ProcessGroup | None = None
@@ -62,7 +61,7 @@ class Collectives(Ranks):
 
     @classmethod
     def of(cls, group: ProcessGroup | Ranks | Literal["auto"] | None) -> Ranks:
-        """The ranks of a process group; "auto" takes the default one if it is initialised."""
+        """The ranks of a process group; "auto" is the default group if initialised."""
         if isinstance(group, Ranks):
             return group
         if group is None or not dist.is_available() or not dist.is_initialized():
@@ -85,42 +84,42 @@ class Collectives(Ranks):
         return shares(costs, size, self.size)
 
     def all_gather(self, mine: Tensor, begin: int, total: int) -> Tensor:
-        """Values of all processes side by side, where mine start at ``begin``; on the CPU."""
+        """Concatenated values of all ranks, on the CPU; this rank's start at ``begin``."""
         whole = torch.zeros(total, dtype=mine.dtype)
         whole[begin : begin + len(mine)] = mine
-        return self._message(whole, "SUM")  # of one value and zeros: nothing is rounded
+        return self._message(whole, "SUM")  # of one value and zeros: no rounding
 
     def sum_scalars(self, values: Sequence[float]) -> list[float]:
-        """Sums over the processes."""
+        """Sums over the ranks."""
         found: list[float] = self._message(
             torch.tensor(values, dtype=torch.float64), "SUM"
         ).tolist()
         return found
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says yes."""
+        """Whether the flag is set on any rank."""
         return self.sum_scalars([float(flag)])[0] > 0
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum of the processes' tensors."""
+        """Sum of the ranks' tensors."""
         flat = tensor.contiguous().view(-1)
         parts = [self._message(part, "SUM") for part in flat.split(BUCKET)]
         return torch.cat(parts).view(tensor.shape)
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        """Largest of the processes' values, entry by entry."""
+        """Elementwise maximum over the ranks."""
         return self._message(tensor, "MAX")
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """That of process 0, so that a last digit cannot make two different plans."""
+        """The tensor of rank 0, so that rounding cannot change the plan."""
         return self._message(tensor, "FIRST")
 
     def sum_gradients(self, found: Gradients, parameters: Iterable[nn.Parameter]) -> Gradients:
-        """Sums of the processes' gradients; who has none for a parameter adds nothing.
+        """Sums of the ranks' gradients, some of which may be missing.
 
         Args:
-            found: Gradients of this process; left empty, so that no second copy stays.
-            parameters: All that any process may have, in the same order everywhere.
+            found: Gradients of this rank; emptied, so that no second copy remains.
+            parameters: All parameters with a gradient on any rank, in the same order on all.
         """
         order = list(dict.fromkeys(parameters))
         known = self.all_max(torch.tensor([float(p in found) for p in order]))
@@ -138,10 +137,10 @@ class Collectives(Ranks):
         return total
 
     def check_same(self, prints: Fingerprint) -> None:
-        """Refuse to go on if the processes are not at the same point of the same run.
+        """Raise if the ranks are not at the same step of the same run.
 
         Raises:
-            WorkerError: On all processes, with what differs.
+            WorkerError: On all ranks, with the differences.
         """
         exact = list(prints.exact.values())
         mine = torch.tensor([*exact, prints.close, prints.scale], dtype=torch.float64)
@@ -149,13 +148,13 @@ class Collectives(Ranks):
         high, low = most[: len(mine)], -most[len(mine) :]
         wrong = [name for name, h, w in zip(prints.exact, high, low, strict=False) if h != w]
         high, low = high[len(exact) :], low[len(exact) :]
-        # Nobody's parameters need the same bits: they may come from different machines.
+        # Parameters need not be bitwise equal: they may come from different machines.
         if not torch.allclose(high, low, rtol=0, atol=1e-6 * float(high[-1]), equal_nan=True):
             wrong.append("parameters")
         if wrong:
             raise WorkerError(
                 f"the {self.size} processes do not have the same {' and '.join(wrong)}: queries "
-                "are shared out, so all of them must call estimate with the same model and the "
+                "are distributed, so all of them must call estimate with the same model and the "
                 "same data in the same order. If each has its own batch on purpose, give "
                 "process_group=None and average the gradients yourself."
             )
@@ -166,13 +165,13 @@ class Collectives(Ranks):
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def _message(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
-        """A copy that holds the sum, the largest, or the values of process 0."""
+        """A copy with the sum, the maximum, or the values of rank 0."""
         self.sent += tensor.numel() * tensor.element_size()
         self.messages += 1
         return self.exchange(tensor.clone(), how)
 
     def exchange(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
-        """Send a tensor that may be written to; simulations of large teams replace this."""
+        """Reduce a tensor in place; simulations of many ranks override this."""
         home, sent = tensor.device, tensor.to(self._device)
         with self.guarded():
             if how == "FIRST":
@@ -184,23 +183,24 @@ class Collectives(Ranks):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn the failure of a message into an error that says what to do."""
+        """Turn communication failures into a `WorkerError`."""
         try:
             yield
         except RuntimeError as error:
             raise WorkerError(
-                f"process {self.rank} of {self.size} got no answer from the others: one of them "
-                "failed, was killed or hangs (see its own output). Parameters and .grad are as "
-                "before this step; start again from the last checkpoint, with any number of "
-                f"processes. ({str(error).splitlines()[0][:200]})"
+                f"process {self.rank} of {self.size} did not receive a message from the other "
+                "ranks: one of them failed, was killed or hangs (see its output). Parameters and "
+                ".grad are as before this step; restart from the last checkpoint, with any number "
+                f"of processes. ({str(error).splitlines()[0][:200]})"
             ) from error
 
 
 def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
-    """Bounds that share out rows, ``size`` of each cost in turn, at nearly the same cost.
+    """Bounds that distribute rows, ``size`` of each cost in turn, at nearly equal cost.
 
     Returns:
-        ``ranks + 1`` numbers from 0 to the number of rows; rank r has the rows between two of them.
+        ``ranks + 1`` numbers from 0 to the number of rows; rank r has rows bounds[r] to
+        bounds[r + 1] - 1.
     """
     most = max(costs, default=1.0)
     ends = list(accumulate(max(c, 1e-3 * most) * size for c in costs))  # a row is never free
@@ -215,7 +215,7 @@ def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
 
 
 def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters of one kind that fit into a message together."""
+    """Consecutive parameters of one type and device that fit into a message."""
     part: list[nn.Parameter] = []
     for p in parameters:
         alike = not part or (part[0].dtype, part[0].device) == (p.dtype, p.device)
@@ -229,12 +229,12 @@ def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Numbers that differ when processes are not at the same point of the same run.
+    """Numbers that differ if ranks are not at the same step of the same run.
 
     Attributes:
-        exact: By name, 48 bits of a digest: a float64 carries them, and nothing is rounded.
-        close: Of the parameters; it may differ by rounding.
-        scale: What that rounding is relative to.
+        exact: 48-bit digests by name, which are exact in float64.
+        close: Checksum of the parameters, which may differ by rounding.
+        scale: Scale of that rounding.
     """
 
     exact: dict[str, float]
@@ -245,14 +245,14 @@ class Fingerprint:
 def fingerprint(
     model: nn.Module, leaves: Iterable[Any], index: Tensor | None, step: int, seed: int
 ) -> Fingerprint:
-    """All bytes of the batch in their order, and some values of each parameter with their places.
+    """Fingerprint of the batch (all bytes, in order) and of some values of each parameter.
 
     Args:
         model: The model.
-        leaves: All parts of inputs and targets.
+        leaves: All leaves of inputs and targets.
         index: Positions of the points in the data set.
         step: Steps taken.
-        seed: Key of the noise.
+        seed: Seed of the noise.
     """
     kinds = [(n, p.dtype, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
     exact = {
@@ -264,13 +264,13 @@ def fingerprint(
     }
     samples = [_sample(p).cpu() for p in model.parameters()]
     values = torch.cat([torch.empty(0, dtype=torch.float64), *samples])
-    # Weights by place between 1 and 2: a golden ratio's multiples never come twice.
+    # Distinct weights between 1 and 2 by position: multiples of the golden ratio modulo 1.
     weights = (torch.arange(len(values)).double() * 0.6180339887498949) % 1 + 1
     return Fingerprint(exact, float(values @ weights), float(values.abs().sum()))
 
 
 def digest(*parts: Any) -> float:
-    """A whole number below 2^48 that depends on every byte of the parts and on their order."""
+    """An integer below 2^48 that depends on every byte of the parts and on their order."""
     found = hashlib.blake2b(digest_size=6)
     for part in parts:
         _feed(found, part)
@@ -278,7 +278,7 @@ def digest(*parts: Any) -> float:
 
 
 def _feed(found: Any, part: Any) -> None:
-    """Add one part; what has neither bytes nor a stable text counts by its type alone."""
+    """Add one part; objects with neither bytes nor a stable repr count by type only."""
     if isinstance(part, Tensor):
         dense = part.detach() if part.layout == torch.strided else part.detach().to_dense()
         dense = dense.dequantize() if dense.is_quantized else dense.resolve_conj().resolve_neg()
@@ -297,12 +297,12 @@ def _feed(found: Any, part: Any) -> None:
         for one in part:
             _feed(found, one)
     else:
-        text = repr(part)  # with an address in it, it differs in every process
+        text = repr(part)  # a repr with an address differs between processes
         text = "" if " at 0x" in text else text
         found.update(f"{type(part).__qualname__} {len(text)} {text};".encode())
 
 
 def _sample(tensor: Tensor, most: int = 256) -> Tensor:
-    """Some values, spread over the tensor, cheap for a table of millions."""
+    """Evenly spaced values of a tensor, cheap for a table of millions."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, len(flat) // most)].double()

@@ -1,7 +1,7 @@
 """`ForwardGradient`: fills ``.grad`` from forward passes, in place of ``loss.backward()``.
 
 One step: clean pass, allocation and queries of all groups at the same parameters, and only then
-``.grad``; so an error leaves parameters and gradients as they were (`flops.engine.step`).
+``.grad``; so an error leaves parameters and gradients unchanged (`flops.engine.step`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from flops.passes.checks import (
     unwrap,
 )
 from flops.passes.intercept import Claim
-from flops.passes.interrupts import Hold, Whole
+from flops.passes.interrupts import Atomic, DeferSignals
 from flops.passes.replay import Passes
 
 SCHEMA = 2
@@ -61,21 +61,21 @@ RENAMED = {"captured": "explained_variance", "captures": "explained_by_site"}  #
 
 
 class ForwardGradient:
-    """Estimates gradients of a model's mean loss with forward passes only.
+    """Estimates gradients of a model's mean loss by forward passes.
 
     Args:
         model: Any module. Wrappers (DDP, a compiled copy) are unwrapped.
         loss_fn: ``losses = loss_fn(outputs, targets)``, one loss per point, shape (B,).
-        groups: What is perturbed together; None for automatic groups.
-        allocator: How a group's budget is spread over the points; each group gets a copy.
-        embedding: Module (or its name) whose output allocators may compare points by.
-        seed: Key of all noise.
-        chunk: Most rows in one pass of queries or local products; None for as many as the clean
-            pass has, which takes the whole batch at once, or more where they take little memory.
-        reuse: Replay what lies before the first noise instead of computing it again.
-        process_group: Processes of `torch.distributed` that share the queries of every step;
-            "auto" takes the default group where one is initialised, None runs alone. All of them
-            must call `estimate` with the same batch in the same order, and the same index.
+        groups: Groups to perturb; None for automatic groups.
+        allocator: Allocation of a group's budget over the points; each group gets a copy.
+        embedding: Module (or its name) whose output measures the similarity of points.
+        seed: Seed of all noise.
+        chunk: Largest number of rows in a pass of queries or local VJPs; None for the batch size,
+            or more if rows take little memory.
+        reuse: Replay modules before the first noise instead of recomputing them.
+        process_group: Process group of `torch.distributed` that shares the queries of every step;
+            "auto" is the default group if initialised, None a single process. All ranks must
+            call `estimate` with the same batch in the same order, and the same index.
 
     Raises:
         CoverageError: If groups, targets and trainable parameters do not fit together.
@@ -132,32 +132,32 @@ class ForwardGradient:
     ) -> StepReport:
         """Add the estimated gradient of the batch's mean loss to ``.grad``.
 
-        It is done as a whole or not at all, also under Ctrl-C and other signals whose handlers
-        raise: these are raised at once in the model's own code and the loss function, else at the
-        next call of a module; in the last moment of a step, when all of it is written.
+        It is atomic, also under Ctrl-C and other signals whose handlers raise: their exceptions are
+        raised immediately in the model's code and the loss function, else at the next call of a
+        module; those during the commit are raised after it.
 
-        While it runs, no other thread may call it on this model or on one that shares modules or
-        trainable parameters with it: that is an error before anything changes. Threads that train
-        one model must take turns, with a lock around `estimate` *and* the optimizer's step.
+        No other thread may call it at the same time on this model, or on one that shares modules or
+        trainable parameters with it: that raises an error. Threads that train the same model need a
+        lock around `estimate` *and* the optimizer's step.
 
         Args:
             inputs: A tensor, a tuple (``model(*inputs)``) or a dict (``model(**inputs)``).
-            targets: What ``loss_fn`` compares the outputs with.
-            index: The points' positions in the data set; noise is then keyed by them.
-            scale: Of what is added to ``.grad``, for gradient accumulation: with the share of its
-                points, the sum over micro-batches is the gradient of the whole batch.
-            exact: Backpropagate as well, for the cosines in the report only (not charged, NaN
-                for a model that cannot be differentiated).
-            update: Takes the gradients in place of ``.grad``: called with a group's name and its
-                gradient as keys and scalars, it returns the squared length of that. All groups
-                must have shared draws. Made for `flops.optim.ZerothOrderSGD`.
+            targets: Second argument of ``loss_fn``.
+            index: The points' positions in the data set, as keys of their noise.
+            scale: Factor of the gradient, for gradient accumulation: with each micro-batch's share
+                of the points, the sum is the gradient of the whole batch.
+            exact: Also backpropagate, only for the cosines in the report (not charged; NaN if the
+                model is not differentiable).
+            update: Receives the gradients instead of ``.grad``: called with a group's name and its
+                gradient as keys and scalars, it returns the squared norm of the gradient. All
+                groups must have shared draws. For `flops.optim.ZerothOrderSGD`.
 
         Returns:
-            What the step saw and cost.
+            Results and cost of the step.
 
         Raises:
-            FlopsError: With parameters, gradients, hooks and random state as before. So do
-                errors of the model, and what signal handlers raise.
+            FlopsError: With parameters, gradients, hooks and random state restored, as for errors
+                of the model and of signal handlers.
         """
         if not (isinstance(scale, float | int) and math.isfinite(scale) and scale > 0):
             raise ValueError(f"scale must be a positive number, not {scale!r}")
@@ -165,8 +165,8 @@ class ForwardGradient:
             self.check_seeded()
             if exact:
                 raise ValueError("exact=True compares gradients in .grad; leave update out")
-        with Hold(), ExitStack() as whole:
-            return self._estimate(inputs, targets, index, float(scale), exact, update, whole)
+        with DeferSignals(), ExitStack() as atomic:
+            return self._estimate(inputs, targets, index, float(scale), exact, update, atomic)
 
     def _estimate(
         self,
@@ -176,7 +176,7 @@ class ForwardGradient:
         scale: float,
         exact: bool,
         update: Update | None,
-        whole: ExitStack,
+        atomic: ExitStack,
     ) -> StepReport:
         started = time.perf_counter()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
@@ -196,8 +196,8 @@ class ForwardGradient:
             run_queries(steps, session)
             truth = exact_gradients(self.model, session.passes.batch) if exact else None
             writer = writer_of(steps, session, update)
-            if writer.streaming:  # from the first hook on the step is taken as a whole
-                whole.enter_context(Whole())
+            if writer.streaming:  # hooks may change parameters: from here on the step is atomic
+                atomic.enter_context(Atomic())
             write_gradients(steps, session, writer, truth, scale)
         named = {step.group.name: step for step in steps}
         report = StepReport(
@@ -213,26 +213,22 @@ class ForwardGradient:
             shaping={name: s.shaping for name, s in named.items() if s.shaping is not None},
             cosine={name: step.cosine for name, step in named.items()} if exact else {},
         )
-        # Without hooks nothing is written before this line: whatever fails leaves all as it was.
-        with Whole():
+        # Without hooks nothing is written before this line: errors leave everything unchanged.
+        with Atomic():
             writer.commit()
             self.memory, self.allocators = memory, allocators
             self.steps += 1
         return report
 
     def check_seeded(self) -> None:
-        """Refuse groups whose gradients do not follow from keys and scalars.
-
-        Raises:
-            FlopsError: With the first such group.
-        """
+        """Raise if a group's gradient is not given by keys and scalars."""
         for group in self.groups:
             if not group.estimator.seeded:
                 raise FlopsError(
-                    f"group '{group.name}': the gradient of {type(group.estimator).__name__} does "
-                    "not follow from seeds and scalars; those of MeZO, SPSA(shared=True) and "
-                    "ES(shared=True) do. For others use any torch optimizer, and "
-                    "flops.optim.step_as_gradients_appear(optimizer) to hold one gradient at a "
+                    f"group '{group.name}': the gradient of {type(group.estimator).__name__} is "
+                    "not given by seeds and scalars; those of MeZO, SPSA(shared=True) and "
+                    "ES(shared=True) are. For others use any torch optimizer, and "
+                    "flops.optim.step_as_gradients_appear(optimizer) to store one gradient at a "
                     "time."
                 )
 
@@ -244,11 +240,10 @@ class ForwardGradient:
         index: Tensor | Sequence[int] | None = None,
         skip: bool = False,
     ) -> Iterator[Session]:
-        """A batch after its clean pass, for queries that start from it; see `flops.engine.step`.
+        """A batch after its clean pass, for queries; see `flops.engine.step`.
 
-        Nothing of the model changes while it is open, and the random state is restored after it.
-        With ``skip`` the clean pass is left out where nothing reads it (MeZO, backpropagation):
-        losses are NaN then.
+        The model must not change while it is open; the random state is restored afterwards. With
+        ``skip`` there is no clean pass if nothing reads it (MeZO, backpropagation): losses are NaN.
         """
         if torch.is_inference_mode_enabled():
             raise FlopsError("call estimate outside of torch.inference_mode: it makes gradients")
@@ -259,7 +254,7 @@ class ForwardGradient:
         if isinstance(ranks, Collectives):
             prints = fingerprint(self.model, batch.leaves, places, self.steps, self.seed)
             ranks.check_same(prints)
-        with Hold(), Claim(self.modules):
+        with DeferSignals(), Claim(self.modules):
             state = RandomState()
             try:
                 with slow_attention_path(), no_autocast_cache():
@@ -280,7 +275,7 @@ class ForwardGradient:
     def _clean(
         self, passes: Passes, layout: Layout, reads: bool, state: RandomState, ranks: Ranks
     ) -> tuple[Tensor, dict[int, list[Any]]]:
-        """Losses of the clean pass and what is replayed of it; NaN where nothing reads it."""
+        """Losses and recorded outputs of the clean pass; NaN if there is none."""
         if not reads:
             dtype = layout.structure.losses.dtype
             return torch.full((passes.batch.size,), torch.nan, dtype=dtype), {}
@@ -291,7 +286,7 @@ class ForwardGradient:
         return losses, dict(record)
 
     def _ranks(self) -> Ranks:
-        """Who shares the rows; a process group may be initialised between two steps."""
+        """Ranks that share the rows; a process group may be initialised between two steps."""
         group = self.process_group
         if isinstance(group, Ranks):
             return group
@@ -299,7 +294,7 @@ class ForwardGradient:
         return Collectives.of(group) if several else Ranks()
 
     def inspect(self, inputs: Any, targets: Any = None) -> Self:
-        """Look at the structure of the forward pass, for ``print(fg)``; nothing is estimated."""
+        """Trace the forward pass for ``print(fg)``, without an estimate."""
         with self.session(inputs, targets, skip=True):
             return self
 
@@ -311,17 +306,17 @@ class ForwardGradient:
         return f"ForwardGradient({model}, groups={names}, steps={self.steps})"
 
     def embed_points(self) -> None:
-        """Also look at embeddings, though no allocator of this engine wants them."""
+        """Compute embeddings, even if no allocator needs them."""
         self._layouts = Layouts(
             self.model, self.modules, self.groups, self.reuse, self.embedding, embed=True
         )
 
     def key(self, number: int) -> tuple[int, int, int]:
-        """Key of the noise of a group in this step."""
+        """(seed, step, group), the key of a group's noise."""
         return (self.seed, self.steps, number)
 
     def signal(self, number: int, session: Session) -> Signal:
-        """What a group's allocator may know about this batch."""
+        """Inputs of a group's allocator for this batch."""
         group, size = self.groups[number], len(session.losses)
         embedding = session.layout.embedding
         return Signal(
@@ -336,7 +331,7 @@ class ForwardGradient:
         )
 
     def budgets(self, size: int) -> dict[str, int]:
-        """Queries of each group for so many points; groups may share what they have in all."""
+        """Queries of each group for ``size`` points; groups may share a total."""
         budgets = {group.name: budget_of(group, size) for group in self.groups}
         joint = [g for g in self.groups if self.allocators[g.name].across_groups]
         if joint:
@@ -351,12 +346,12 @@ class ForwardGradient:
     def _reads_clean(self, layout: Layout) -> bool:
         if layout.embedding is not None or self._reads:
             return True
-        # A pass only to replay a part of it pays if that part is large, or used often.
+        # A clean pass only for replays pays if these save more than one pass.
         pairs = zip(layout.bindings, self.groups, strict=True)
         return bool(sum(binding.replayed_share * group.queries for binding, group in pairs) >= 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs beside model and optimizer."""
+        """State for resuming, besides that of model and optimizer."""
         return {
             "schema": SCHEMA,
             "seed": self.seed,
@@ -370,7 +365,7 @@ class ForwardGradient:
         """Continue where `state_dict` was taken.
 
         Raises:
-            ValueError: If the state is of another version or of other groups.
+            ValueError: If the state has another version or other groups.
         """
         if state.get("schema") not in (1, SCHEMA):
             raise ValueError(
@@ -398,7 +393,7 @@ class ForwardGradient:
 
 
 def _mean_loss(session: Session, seen: Sequence[float | None]) -> float:
-    """Of the clean pass; without one, what the estimators saw in its place."""
+    """Mean loss of the clean pass; without one, of the estimators' queries."""
     if session.clean:
         return float(session.losses.mean())
     found = [loss for loss in seen if loss is not None]

@@ -1,12 +1,12 @@
-"""The second phase of a step: gradients go into ``.grad``, and whoever waits for them is called.
+"""Phase 2 of a step: gradients are added to ``.grad``, and post-accumulate hooks are called.
 
-Where no parameter has a hook, nothing is written before all gradients are known, so that whatever
-fails leaves all as it was. `Tensor.register_post_accumulate_grad_hook` is PyTorch's convention for
-stepping an optimizer as gradients appear: with such hooks every parameter is written as soon as its
-gradient is complete and nothing that still runs reads it, and its hooks are called.
+Without hooks, nothing is written before all gradients are known, so that an error leaves everything
+unchanged. `Tensor.register_post_accumulate_grad_hook` is PyTorch's convention for stepping an
+optimizer as gradients appear: with such hooks every parameter is written, and its hooks are called,
+as soon as its gradient is complete and no later pass reads it.
 
-A gradient that follows from keys and scalars is made where it is stored; an `Update` in the place
-of ``.grad`` takes it as it is.
+A gradient given by keys and scalars is generated where it is stored; an `Update` receives it in
+that form instead of ``.grad``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from flops.passes.structure import Structure
 from flops.perturb.draws import Draws
 
 Span = tuple[int, int]
-"""First and last moment of a pass that is still to be made, by the clock of the structure."""
+"""First and last time of a future pass, by the clock of the structure."""
 
 Update = Callable[[str, Draws], float]
-"""Takes a group's gradient in place of ``.grad``; returns its squared length."""
+"""Receives a group's gradient instead of ``.grad``; returns its squared norm."""
 
 
 class Writer:
@@ -37,9 +37,9 @@ class Writer:
 
     Args:
         groups: Parameters of each group.
-        spans: The local pass that each group still makes; None for none.
-        structure: Of the forward pass, which knows when a parameter is read.
-        update: Takes the gradients in place of ``.grad``.
+        spans: Pass of each group's local VJPs; None for none.
+        structure: Structure of the forward pass, with the uses of parameters.
+        update: Receives the gradients instead of ``.grad``.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Writer:
             for use in structure.uses:
                 self._times.setdefault(use.parameter, []).append(use.time)
         self._staged: Gradients = {}
-        self._own: set[nn.Parameter] = set()  # staged in memory that nobody else has
+        self._own: set[nn.Parameter] = set()  # staged without other references
         self._waiting: list[nn.Parameter] = []
         self._written: set[nn.Parameter] = set()
         self._random: RandomState | None = None
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """A group's whole gradient of a parameter."""
+        """A group's complete gradient of a parameter."""
         if not self.streaming:
             add_gradients(self._staged, {parameter: gradient})
             return
@@ -72,7 +72,7 @@ class Writer:
         self._written.add(parameter)
 
     def take_draws(self, group: str, draws: Draws) -> float:
-        """A group's whole gradient as keys and scalars; returns its squared length."""
+        """A group's complete gradient as keys and scalars; returns its squared norm."""
         if self._update is not None:
             return self._update(group, draws)
         total = 0.0
@@ -89,11 +89,11 @@ class Writer:
         return total
 
     def done(self, parameters: Sequence[nn.Parameter]) -> None:
-        """A group has nothing more for these parameters."""
+        """A group's gradients of these parameters are complete."""
         if not self.streaming:
             return
         self._expected.subtract(parameters)
-        # As in a backward pass, nobody is called for a parameter without a gradient.
+        # As in a backward pass, parameters without a gradient call no hooks.
         ready = [p for p in parameters if self._expected[p] == 0 and p in self._written]
         self._waiting += ready
         for parameter in [p for p in self._waiting if not self._read_later(p)]:
@@ -101,15 +101,15 @@ class Writer:
             self._call_hooks(parameter)
 
     def passed(self, group: str, time: int | None) -> None:
-        """How far the group's local pass has come; None when it is over."""
+        """The group's local pass has reached a time; None when it has ended."""
         if time is None:
             self._spans.pop(group, None)
         elif group in self._spans:
             self._spans[group] = (time, self._spans[group][1])
 
     def commit(self) -> None:
-        """Write what is left."""
-        while self._staged:  # one by one, so that copy and original never stand side by side
+        """Write the remaining gradients."""
+        while self._staged:  # one by one, so that only one gradient exists twice at a time
             parameter, gradient = self._staged.popitem()
             _accumulate(parameter, gradient, own=parameter in self._own)
         while self._waiting:
@@ -118,7 +118,7 @@ class Writer:
             self._random.restore()
 
     def _call_hooks(self, parameter: nn.Parameter) -> None:
-        """Call them as autograd does; random numbers that they draw are theirs, not the model's."""
+        """Call them as autograd does, with a random state separate from the model's."""
         outside = RandomState()
         if self._random is not None:
             self._random.restore()
@@ -136,17 +136,17 @@ class Writer:
 
 
 class Collector:
-    """Keeps gradients instead of writing them."""
+    """Collects gradients instead of writing them."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """A group's whole gradient of a parameter."""
+        """A group's complete gradient of a parameter."""
         add_gradients(self.gradients, {parameter: gradient})
 
     def take_draws(self, group: str, draws: Draws) -> float:
-        """A group's whole gradient as keys and scalars; returns its squared length."""
+        """A group's complete gradient as keys and scalars; returns its squared norm."""
         total = 0.0
         for parameter, gradient, energy in draws.gradients():
             total += energy
@@ -154,26 +154,26 @@ class Collector:
         return total
 
     def done(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Nobody waits for them."""
+        """No-op."""
 
     def passed(self, group: str, time: int | None) -> None:
-        """Nobody waits for them."""
+        """No-op."""
 
 
 class GroupSink:
     """Sums a group's gradients until they are complete; see `flops.estimators.base.Sink`.
 
     Args:
-        writer: Of the step.
+        writer: Writer of the step.
         group: Name of the group.
-        parameters: Of the group.
-        hold: Whether nothing is complete before `close`: other ranks, or the later queries behind
-            a pilot, have a part of it.
-        exact: The exact gradient, to compare with.
+        parameters: Parameters of the group.
+        hold: Whether nothing is complete before `close`, because other ranks, or queries after a
+            pilot, add to it.
+        exact: The exact gradient, for the cosine.
 
     Attributes:
-        sums: What has come so far of parameters that are not complete.
-        energy: Squared length of what is complete.
+        sums: Partial gradients of parameters that are not complete.
+        energy: Squared norm of the complete gradients.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class GroupSink:
         add_gradients(self.sums, {parameter: gradient})
 
     def add_draws(self, draws: Draws) -> None:
-        """The whole gradient of the group, as keys and scalars."""
+        """The complete gradient of the group, as keys and scalars."""
         if self._hold or self._exact is not None:
             for parameter, gradient, _ in draws.gradients():
                 self.add(parameter, gradient)
@@ -204,7 +204,7 @@ class GroupSink:
             self._open.clear()
 
     def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
-        """Hand over these parameters; ``after`` is the moment of the pass that made them."""
+        """Pass complete gradients on; ``after`` is the time that their pass has reached."""
         if self._hold:
             return
         whole = [p for p in parameters if p in self._open]
@@ -219,14 +219,14 @@ class GroupSink:
         self._writer.done(whole)
 
     def close(self) -> None:
-        """Hand over the rest: nothing more comes."""
+        """Pass the remaining gradients on."""
         self._hold = False
         self._writer.passed(self._group, None)
         self.complete(list(self._open))
 
     @property
     def cosine(self) -> float:
-        """To the exact gradient over the parameters that have one; NaN where one has not."""
+        """Cosine to the exact gradient; NaN if a parameter has none."""
         if self._exact is None or math.isnan(self._truth):
             return math.nan
         scale = (self.energy * self._truth) ** 0.5
@@ -248,5 +248,5 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor, own: bool = False) ->
     with torch.no_grad():
         if parameter.grad is not None:
             parameter.grad.add_(gradient.to(parameter))
-        else:  # a copy but for our own: autograd may hand out one tensor for two parameters
+        else:  # a copy, unless owned: autograd may return one tensor for two parameters
             parameter.grad = gradient.to(parameter, copy=not own)

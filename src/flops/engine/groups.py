@@ -1,6 +1,6 @@
-"""Groups: which modules are perturbed together, by which estimator, with how many queries.
+"""Groups: modules that are perturbed together, with an estimator and a number of queries.
 
-A module belongs to at most one group; each trainable parameter to at least one.
+A module belongs to at most one group, a trainable parameter to at least one.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Group:
     """Targets that are perturbed together.
 
     Args:
-        targets: A module, a module's name or name pattern (``*`` stands for one part of a name,
-            ``**`` for any number of parts), or a list of these.
-        estimator: How the gradient is estimated.
+        targets: A module, a module's name or name pattern (``*`` matches one part of a name, ``**``
+            any number of parts), or a list of these.
+        estimator: Estimator of the gradient.
         queries: Mean number of queries per point; the group's budget is queries * B.
         name: Name in reports; by default that of the first target.
-        parameters: Instead of targets: parameters that no module owns alone.
+        parameters: Bare parameters, instead of targets.
 
-    A container that has no forward of its own (a ModuleList, or a slice of one) stands for the
-    modules in it.
+    A container without its own forward (a ModuleList, or a slice of one) stands for the modules in
+    it.
     """
 
     targets: Target | Iterable[Target] = ()
@@ -47,7 +47,7 @@ class Group:
     parameters: Iterable[nn.Parameter] = ()
 
     def __post_init__(self) -> None:
-        """Keep what was given as tuples, since generators can be read only once."""
+        """Convert to tuples, since generators can be read only once."""
         one = isinstance(self.targets, nn.Module | str)
         object.__setattr__(self, "targets", (self.targets,) if one else tuple(self.targets))  # type: ignore[arg-type]
         one = isinstance(self.parameters, Tensor)
@@ -65,7 +65,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ResolvedGroup(Selection):
-    """A group whose targets are known by name, with its estimator and mean queries per point."""
+    """A group with its targets by name, its estimator and mean queries per point."""
 
     estimator: Estimator
     queries: float
@@ -74,7 +74,7 @@ class ResolvedGroup(Selection):
 def resolve(
     groups: Group | Sequence[Group], modules: Mapping[str, nn.Module], root: nn.Module
 ) -> list[ResolvedGroup]:
-    """Find the targets in the model and check that groups and parameters fit.
+    """Find the targets in the model, and check the groups.
 
     Raises:
         CoverageError: Unknown or overlapping targets, or trainable parameters in no group.
@@ -113,7 +113,7 @@ def _resolve_one(
             if name in found:
                 raise CoverageError(f"{label}: target '{name}' is given twice")
             found[name] = module
-    # A frozen target has nothing to learn, and its noise would only hurt the others.
+    # A frozen target has nothing to learn, and its noise would only add variance.
     live = {n: m for n, m in found.items() if any(p.requires_grad for p in m.parameters())}
     if found and not live:
         raise CoverageError(f"{label}: no parameter of {list(found)[:3]} requires a gradient")
@@ -169,7 +169,7 @@ def _find(
 
 
 def _opened(name: str, module: nn.Module, names: Mapping[int, str]) -> list[tuple[str, nn.Module]]:
-    """The module, or what is in it if it has no forward of its own and so never runs."""
+    """The module, or its children if it has no forward and so never runs."""
     own = next(module.parameters(recurse=False), None) is not None
     if type(module).forward is not nn.Module.forward or own or not len(list(module.children())):
         return [(name, module)]
@@ -182,7 +182,7 @@ def _check_overlap(groups: Sequence[ResolvedGroup]) -> None:
     for group in groups:
         for name, module in group.modules.items():
             for child in module.modules():
-                # Blocks may share what has nothing to learn: an activation, a table.
+                # Blocks may share modules without trainable parameters: an activation, a table.
                 if not any(p.requires_grad for p in child.parameters(recurse=False)):
                     continue
                 if id(child) in owner:
@@ -193,9 +193,9 @@ def _check_overlap(groups: Sequence[ResolvedGroup]) -> None:
                     )
                 owner[id(child)] = (group.name, name)
     for group in groups:
-        alone = group.parameters if not group.modules or group.estimator.whole_model else ()
+        exclusive = group.parameters if not group.modules or group.estimator.whole_model else ()
         for other_group in groups:
-            both = {id(p) for p in alone} & {id(p) for p in other_group.parameters}
+            both = {id(p) for p in exclusive} & {id(p) for p in other_group.parameters}
             if other_group is not group and both:
                 raise CoverageError(
                     f"groups '{group.name}' and '{other_group.name}' share a parameter, and "
@@ -216,9 +216,9 @@ def _check_covered(groups: Sequence[ResolvedGroup], root: nn.Module) -> None:
 
 
 def check_allocators(groups: Sequence[ResolvedGroup], allocators: dict[str, Allocator]) -> None:
-    """Give groups with shared draws equal counts; refuse if there is no other group.
+    """Give groups with shared draws equal counts; raise if there is no other group.
 
-    With shared draws the points' errors are correlated, and J does not describe the variance.
+    With shared draws the points' errors are correlated, so J is not the variance.
     """
     noisy = [group for group in groups if group.estimator.makes_queries]
     for group in noisy:
@@ -226,7 +226,7 @@ def check_allocators(groups: Sequence[ResolvedGroup], allocators: dict[str, Allo
             if all(other.estimator.shared for other in noisy):
                 raise QueryError(
                     f"group '{group.name}': all points share its draws, so their errors are "
-                    "correlated and no allocation helps; use independent draws (shared=False), "
-                    "or leave the allocator out"
+                    "correlated and no allocation helps; use per-point draws (shared=False), or "
+                    "no allocator"
                 )
             allocators[group.name] = Equal()

@@ -1,8 +1,8 @@
-"""Layouts: what is found out about a model once per kind of input, and kept.
+"""Layouts: cached structure of the forward pass per kind of input.
 
-A kind of input is its types and numbers of axes, with the modes of the modules. Sizes (the length
-of a sequence) change shapes and work, not the structure: a further length of a known kind takes one
-pass of two rows, or none where nothing is perturbed but parameters.
+A kind of input is given by its types and numbers of axes, and by the modes of the modules. Sizes
+(the length of a sequence) change shapes and work, not the structure: another length of a known kind
+takes one pass of two rows, or none if only parameters are perturbed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from flops.perturb.activation_checks import check_differentiable
 
 MOST = 256  # a layout is small
 ROWS = 256  # more rows in a pass are no faster on a CPU
-ROOM = 1 << 28  # bytes that a pass may take, whatever the batch
-LARGEST = 3  # outputs that count, twice each: a module's input and output live at the same time
+ROOM = 1 << 28  # bytes that a pass may take for any batch
+LARGEST = 3  # largest outputs in memory, twice each: a module's input and output
 
 
 @dataclass
 class Layout:
-    """What is known about one kind of input.
+    """Structure and bindings for one kind of input.
 
     Attributes:
-        structure: Of the forward pass.
-        bindings: Of the groups' estimators.
-        embedding: Where points are embedded, if they are.
-        alone: Whether it was seen with a single point, which cannot show whether points mix.
+        structure: Structure of the forward pass.
+        bindings: Bindings of the groups' estimators.
+        embedding: Embedding of the points, if any.
+        single: Whether it was traced with a single point, which cannot show interactions of points.
         needed: Calls whose clean outputs must be recorded.
         rows: Rows in a pass that take little memory.
     """
@@ -47,29 +47,29 @@ class Layout:
     structure: Structure
     bindings: list[Binding]
     embedding: Embedding | None
-    alone: bool
+    single: bool
 
     def __post_init__(self) -> None:
-        """What every step would work out again."""
+        """Derived values that every step needs."""
         self.needed = frozenset().union(*(binding.needed for binding in self.bindings))
         noise = max((b.noise_size for b in self.bindings), default=0)
         self.rows = _rows_in(ROOM, self.structure, noise)
 
     def chunk(self, size: int) -> int:
-        """Most rows in a pass: as many as the clean pass has, or as fit into little memory."""
+        """Largest number of rows in a pass: the batch size, or more if they take little memory."""
         return min(ROWS, max(size, self.rows))
 
 
 class Layouts:
-    """Finds layouts of a model and its groups, and keeps the latest.
+    """Finds layouts of a model and its groups; an LRU cache.
 
     Args:
         model: The model.
         modules: Its modules by name.
-        groups: What is perturbed.
+        groups: Groups to perturb.
         reuse: Whether prefixes are replayed.
-        embedding: Module to embed points by; None for the input of the head.
-        embed: Whether embeddings are wanted at all.
+        embedding: Module whose output embeds points; None for the input of the head.
+        embed: Whether embeddings are needed.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class Layouts:
 
     @property
     def latest(self) -> Layout | None:
-        """The layout that was used last; None before the first batch."""
+        """The most recently used layout; None before the first batch."""
         return next(reversed(self._known.values()), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Layouts know parameters by their identity, which no copy shares: it finds its own.
+        # Layouts refer to parameters by identity, so a copy finds its own.
         return {**self.__dict__, "_known": {}, "_kinds": {}}
 
     def find(self, batch: Batch, state: RandomState) -> tuple[Layout, float]:
-        """The layout for this kind of input, and how many passes of a row it took to find out."""
+        """The layout for this kind of input, and the cost of finding it in passes of one row."""
         named = list(self._model.named_parameters())
         trainable = {id(p): n for n, p in named if p.requires_grad}
         before = {n: id(p) for n, p in self._trainable.items()}
@@ -111,17 +111,17 @@ class Layouts:
         types = tuple((p.dtype, p.device) for _, p in named)
         sizes, kind = ((signature, modes, types) for signature in batch.signatures())
         known = self._known.get(sizes)
-        if known and not (known.alone and batch.size > 1):
-            self._known[sizes] = self._known.pop(sizes)  # the latest used is the last to go
+        if known and not (known.single and batch.size > 1):
+            self._known[sizes] = self._known.pop(sizes)  # LRU
             return known, 0.0
         alike = self._kinds.get(kind)
         layout, cost = None, 0.0
-        if alike and not (alike.alone and batch.size > 1):
+        if alike and not (alike.single and batch.size > 1):
             layout, cost = self._resize(alike, batch, state)
         if layout is None:
             layout, more = self._inspect(batch, state, trainable)
             self._kinds[kind], cost = layout, cost + more
-        check()  # a trial that a signal ended is no failed one: nothing is kept
+        check()  # an interrupted trial is not a failure: nothing is cached
         if len(self._known) >= MOST:
             self._known.pop(next(iter(self._known)))
         self._known[sizes] = layout
@@ -136,7 +136,7 @@ class Layouts:
                 structure = inspect(self._model, self._modules, batch, trainable)
                 check_deterministic(state, self._modules)
                 buffers.check()
-                # A trial of what can be reused compares losses, so they must be numbers.
+                # Trials of prefixes compare losses, so these must be finite.
                 check_finite(structure.losses, "the clean pass", structure.rows)
                 passes = Passes(self._model, self._modules, structure, batch)
                 bindings = self._bind(passes)
@@ -144,9 +144,9 @@ class Layouts:
                 for group, binding in zip(self._groups, bindings, strict=True):
                     group.estimator.verify(binding, passes)
                 if not _confirmed(passes, bindings):
-                    structure.trusted = False  # from here on every prefix is tried out
+                    structure.trusted = False  # from here on every prefix is verified by a trial
                     bindings = self._bind(passes)
-        except BatchError:  # losses that differ from pass to pass may have a simpler cause
+        except BatchError:  # losses that differ between passes may have a simpler cause
             check_deterministic(state, self._modules)
             buffers.check()
             raise
@@ -158,7 +158,7 @@ class Layouts:
     def _resize(
         self, alike: Layout, batch: Batch, state: RandomState
     ) -> tuple[Layout | None, float]:
-        """A layout for another length; None if the structure is another one after all."""
+        """A layout for another length; None if the structure differs."""
         parameters_only = not any(binding.noise_size for binding in alike.bindings)
         if parameters_only and alike.embedding is None:  # shapes do not matter
             return alike, 0.0
@@ -168,23 +168,22 @@ class Layouts:
             if structure is None:
                 return None, float(FEW)
             bindings = self._bind(Passes(self._model, self._modules, structure, batch))
-        return self._layout(structure, bindings, alike.alone), float(FEW)
+        return self._layout(structure, bindings, alike.single), float(FEW)
 
     def _bind(self, passes: Passes) -> list[Binding]:
         return [group.estimator.bind(group, passes, self._reuse) for group in self._groups]
 
-    def _layout(self, structure: Structure, bindings: list[Binding], alone: bool) -> Layout:
+    def _layout(self, structure: Structure, bindings: list[Binding], single: bool) -> Layout:
         found = None
         if self._embed or self._embedding is not None:
             found = find_embedding(structure, self._modules, self._embedding)
-        return Layout(structure, bindings, found, alone)
+        return Layout(structure, bindings, found, single)
 
 
 def _confirmed(passes: Passes, bindings: Sequence[Binding]) -> bool:
-    """Look at the targets' graphs, and try out the prefixes that skip least, most and in between.
+    """Check the targets' graphs, and verify the shortest, longest and median prefix by trials.
 
-    What no data flow shows is whether a skipped module does something else than to compute, such
-    as to count its calls.
+    The data flow does not show side effects in Python, such as counting calls.
     """
     prefixes = [prefix for binding in bindings for prefix in binding.prefixes if prefix.replayed]
     inside = passes.structure.inside
@@ -199,11 +198,11 @@ def _confirmed(passes: Passes, bindings: Sequence[Binding]) -> bool:
 
 
 def _rows_in(room: int, structure: Structure, noise: int) -> int:
-    """Rows of a pass that fit into so many bytes, a power of two."""
+    """Largest power of two of rows that fit into ``room`` bytes."""
     sizes = sorted(
         (sum(leaf.row_bytes for _, leaf in call.tensors) for call in structure.calls), reverse=True
     )
-    row = 2 * sum(sizes[:LARGEST]) + 3 * 4 * noise  # drawn, with its sign, and added
+    row = 2 * sum(sizes[:LARGEST]) + 3 * 4 * noise  # drawn, signed, and added
     return 1 << (max(2, room // max(row, 1)).bit_length() - 1)
 
 

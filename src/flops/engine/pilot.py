@@ -1,8 +1,8 @@
-"""Pilots: queries that an allocator learns from before the rest of the budget is spent.
+"""Pilots: queries that an allocator learns from before it allocates the rest of the budget.
 
-Counts must not depend on the noise they weight. Without a pilot the queries of a step teach the
-allocator for the next one. With a pilot of q queries per point (charged to the budget) it learns on
-this very batch, and the two estimates are combined with weights fixed in advance,
+Counts must not depend on the noise they weight. Without a pilot the allocator learns from a step
+for the next one. With a pilot of q queries per point (charged to the budget) it learns on the same
+batch, and the two estimates are combined with weights fixed in advance,
 
     g = a g_pilot + (1 - a) g_later,   a = q / (q + mean later count),
 
@@ -23,27 +23,27 @@ from flops.estimators.base import Estimate, Estimation, Queries, Runner
 from flops.estimators.variance import Collected
 from flops.passes.local_vjp import Gradients
 
-PILOT = 7  # sets the pilot's noise apart from the later queries'
+PILOT = 7  # in the key of the pilot's noise
 
 
 class Pilot:
-    """The first queries of a group in a step.
+    """The pilot queries of a group in a step.
 
     Args:
-        queries: Of each point, rounded up to the estimator's unit.
-        signal: What the allocator knows about the batch.
-        given: The group's part of the step.
+        queries: Pilot queries per point, rounded up to the estimator's unit.
+        signal: Inputs of the allocator.
+        given: The group's queries.
 
     Attributes:
         counts: Queries of each point, shape (B,).
-        given: The group's part of the step, with these counts and noise of its own.
-        rest: The signal with what is left of the budget.
-        gradients: What they estimate.
-        estimate: What else they showed; None before `finish`.
-        share: Weight a of their gradients.
+        given: The group's queries, with these counts and a separate key.
+        rest: The signal with the rest of the budget.
+        gradients: The pilot's gradients.
+        estimate: The pilot's statistics; None before `finish`.
+        share: Weight a of the pilot's gradients.
 
     Raises:
-        QueryError: If they leave too few for the rest of the step.
+        QueryError: If the rest of the budget is too small.
     """
 
     def __init__(self, queries: int, signal: Signal, given: Queries) -> None:
@@ -64,7 +64,7 @@ class Pilot:
     def finish(
         self, estimation: Estimation, runner: Runner, parameters: Sequence[nn.Parameter]
     ) -> Estimate:
-        """What the pilot's queries showed: their gradients are made now, for the traces."""
+        """Compute the pilot's gradients and statistics."""
         found = Collected()
         estimation.write(found, runner)
         self.gradients = found.gradients
@@ -74,7 +74,7 @@ class Pilot:
         return self.estimate
 
     def weigh(self, later: Tensor) -> None:
-        """Fix the weight, which must not depend on how the later counts are spread."""
+        """Set the weight, which must not depend on the distribution of the later counts."""
         self.share = pilot_share(self.counts, later)
 
 

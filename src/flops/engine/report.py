@@ -1,4 +1,4 @@
-"""What a step reports: loss, queries, cost in forward equivalents, signal-to-noise."""
+"""Report of a step: loss, queries, cost in forward equivalents, signal-to-noise ratio."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flops.subspace.report import ShapingReport
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step saw and cost.
+    """Results and cost of one step.
 
     Attributes:
-        loss: Mean clean loss of the batch; of the queries, where no clean pass is made (MeZO).
-        queries: Rows run under noise, over all groups.
+        loss: Mean clean loss of the batch; of the queries, without a clean pass (MeZO).
+        queries: Perturbed rows, over all groups.
         forward_equivalents: Cost in passes of one point; its parts are attributes.
         counts: Queries of each point, shape (B,), by group.
-        dropped: Points that got no query at all (with ``min_queries=0``), by group.
+        dropped: Points without a query (with ``min_queries=0``), by group.
         snr: Signal-to-noise ratio of the gradient estimate, by group.
         seconds: Time of the step.
-        shaping: What shaped noise knows, by group that has it.
-        cosine: Cosine to the exact gradient, by group; empty unless asked for.
+        shaping: State of shaped noise, by group.
+        cosine: Cosine to the exact gradient, by group; empty unless ``exact=True``.
     """
 
     loss: float

@@ -1,8 +1,8 @@
-"""Rows of queries, and who runs them: the model on this machine, with prefix replay, in chunks.
+"""Rows of queries, and their runner: a local model with prefix replay, in chunks.
 
 A row is (point, draw, sign): draw i of a point under +z, or under -z for the second half of an
-antithetic pair. Rows are ordered by point and draw and cut into chunks of nearly equal size; every
-rank makes the same plan and runs its share of it (`flops.engine.collectives`).
+antithetic pair. Rows are sorted by point and draw, and split into chunks of nearly equal size;
+every rank makes the same plan and runs its share of it (`flops.engine.collectives`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from flops.estimators.base import (
-    Answer,
     BatchPlan,
     Perturbation,
     Plan,
     PointPlan,
+    RowResults,
     Rows,
     Sink,
 )
 from flops.passes.checks import check_finite
-from flops.passes.local_vjp import Gradients, LocalTarget, local_products
+from flops.passes.local_vjp import Gradients, LocalTarget, local_vjps
 from flops.passes.replay import Passes, Record
 from flops.perturb.activations import Sites
 
 
 class Ranks:
-    """The processes that share the rows of a step; here a single one, which has them all.
+    """The ranks that share the rows of a step; this base class is a single process.
 
     Attributes:
-        rank: Number of this process.
+        rank: Rank of this process.
         size: World size.
-        sent: Bytes of the messages that this process took part in.
-        messages: How many.
+        sent: Total size in bytes of this rank's messages.
+        messages: Number of this rank's messages.
     """
 
     rank: int = 0
@@ -56,7 +56,7 @@ class Ranks:
         return [0, size * len(costs)]
 
     def all_gather(self, mine: Tensor, begin: int, total: int) -> Tensor:
-        """Values of all ranks side by side, where mine start at ``begin``; on the CPU."""
+        """Concatenated values of all ranks, on the CPU; this rank's start at ``begin``."""
         return mine
 
     def sum_scalars(self, values: Sequence[float]) -> list[float]:
@@ -64,7 +64,7 @@ class Ranks:
         return list(values)
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says yes."""
+        """Whether the flag is set on any rank."""
         return flag
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -72,15 +72,15 @@ class Ranks:
         return tensor
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        """Largest of the ranks' values, entry by entry."""
+        """Elementwise maximum over the ranks."""
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """That of rank 0, so that a last digit cannot make two different plans."""
+        """The tensor of rank 0, so that rounding cannot change the plan."""
         return tensor
 
     def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
-        """Sums of the ranks' gradients, which some of them may lack."""
+        """Sums of the ranks' gradients, some of which may be missing."""
         return found
 
 
@@ -92,25 +92,25 @@ def plan_rows(counts: Tensor, unit: int) -> Rows:
     draws = torch.arange(len(points)) - firsts[points]
     weights = 1.0 / draws_of[points].double()
     signs = torch.ones(len(points))
-    if unit == 2:  # partners stand side by side, on the same point
+    if unit == 2:  # pairs are adjacent
         points, draws, weights = (x.repeat_interleave(2) for x in (points, draws, weights))
         signs = torch.tensor([1.0, -1.0]).repeat(len(signs))
     return Rows(points, draws, signs, weights)
 
 
 def part(rows: Rows, begin: int, end: int) -> Rows:
-    """Some rows that follow each other."""
+    """A slice of rows."""
     cut = slice(begin, end)
     return Rows(rows.points[cut], rows.draws[cut], rows.signs[cut], rows.weights[cut])
 
 
 def own_chunks(plan: Plan, size: int, chunk: int, ranks: Ranks) -> Iterator[Rows]:
-    """This rank's share of the rows of a plan, cut into chunks.
+    """This rank's share of the rows of a plan, in chunks.
 
     Args:
-        plan: What an estimation wants to run.
+        plan: Plan of an estimation.
         size: Points of the batch.
-        chunk: Most rows of a chunk; partners of a pair stay together.
+        chunk: Largest number of rows of a chunk; pairs are not split.
         ranks: Ranks that share the rows.
     """
     if isinstance(plan, PointPlan):
@@ -134,7 +134,7 @@ def gathered(
     """Values of all ranks, in the order of each plan, and their points; one message for all.
 
     Args:
-        plans: Each with what the chunks that ran here returned, and its type.
+        plans: Each with the values of this rank's chunks, and their type.
         size: Points of the batch.
         ranks: Ranks that share the rows.
     """
@@ -168,10 +168,10 @@ def _bounds(plan: BatchPlan, size: int, ranks: Ranks) -> tuple[int, int]:
 
 
 def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Cut ``count`` rows into nearly equal spans of at most ``size``, at multiples of the unit.
+    """Split ``count`` rows into nearly equal spans of at most ``size``, at multiples of the unit.
 
-    One-row kernels round differently, so no span has a single row unless there is just one in
-    all; for that a span may have three rows where the size is two.
+    One-row kernels round differently, so no span has a single row unless that is the only row; a
+    span of size two may therefore have three.
     """
     if count == 0:
         return []
@@ -185,9 +185,9 @@ class ForwardEquivalents(float):
 
     Attributes:
         clean: The noise-free pass, one per point.
-        queries: Rows of the queries, each weighted by the part of the model that really ran.
-        local: Local products: forward through the targets once, and twice that for the product.
-        probe: The few rows that find out the structure of a new kind of input.
+        queries: Rows of the queries, each weighted by the part of the model that ran.
+        local: Local VJPs: forward through the targets, and twice that for the backward pass.
+        probe: Rows that trace a new kind of input.
     """
 
     clean: float
@@ -215,14 +215,14 @@ class ForwardEquivalents(float):
 
 @dataclass
 class Cost:
-    """Running totals: rows of queries, and forward equivalents of queries and local products."""
+    """Running totals: rows of queries, and forward equivalents of queries and local VJPs."""
 
     rows: int = 0
     queries: float = 0.0
     local: float = 0.0
 
     def add(self, other: Cost) -> None:
-        """Charge what stands in another one."""
+        """Add another cost."""
         self.rows += other.rows
         self.queries += other.queries
         self.local += other.local
@@ -230,14 +230,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class LocalRunner:
-    """Runs rows and local products of a group; see `flops.estimators.base.Runner`.
+    """Runs rows and local VJPs of a group; see `flops.estimators.base.Runner`.
 
     Attributes:
         passes: Passes over the batch.
         record: Clean outputs that are replayed.
         size: Points of the batch.
-        chunk: Most rows in one pass.
-        cost: Charged with everything that runs.
+        chunk: Largest number of rows in one pass.
+        cost: Charged for all passes.
         ranks: Ranks that share the rows.
     """
 
@@ -248,12 +248,12 @@ class LocalRunner:
     cost: Cost
     ranks: Ranks = field(default_factory=Ranks)
 
-    def run(self, name: str, perturbation: Perturbation, rows: Rows) -> Answer:
+    def run(self, name: str, perturbation: Perturbation, rows: Rows) -> RowResults:
         """Perturbed losses of a chunk of rows.
 
         Raises:
-            NonFiniteLossError: If one is NaN or infinite; with several ranks they find out
-                together.
+            NonFiniteLossError: If one is NaN or infinite; several ranks check when they
+                synchronise.
         """
         fast = torch.inference_mode() if perturbation.edits else nullcontext()
         with fast:
@@ -267,7 +267,7 @@ class LocalRunner:
         losses = losses.clone() if losses.is_inference() else losses
         if self.world_size == 1:
             check_finite(losses, f"a query of group '{name}'", rows.points)
-        return Answer(losses)
+        return RowResults(losses)
 
     @property
     def world_size(self) -> int:
@@ -275,11 +275,11 @@ class LocalRunner:
         return self.ranks.size
 
     def share(self, count: int) -> tuple[int, int]:
-        """First and last + 1 of so many things that are this rank's."""
+        """First and last + 1 of this rank's share of ``count`` items."""
         return self.ranks.shard(count)
 
     def own_points(self, plan: PointPlan) -> tuple[int, int]:
-        """First and last + 1 of the points whose rows run here, with those that have none."""
+        """First and last + 1 of this rank's points, including those without rows."""
         if self.world_size == 1:
             return 0, self.size
         points = plan_rows(plan.counts, plan.unit).points
@@ -295,18 +295,18 @@ class LocalRunner:
         return self.ranks.all_sum(tensor)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Largest value over the ranks, entry by entry."""
+        """Elementwise maximum over the ranks."""
         return self.ranks.all_max(tensor)
 
     def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
-        """Sum over the ranks of gradients that some of them may lack."""
+        """Sum of gradients over the ranks, some of which may have none."""
         return self.ranks.sum_gradients(found, parameters)
 
     def charge(self, cost: float) -> None:
-        """Forward equivalents of work that is neither a query nor a local product."""
+        """Charge forward equivalents of work that is neither a query nor a local VJP."""
         self.cost.local += cost
 
-    def products(
+    def local_vjps(
         self,
         sites: Sites,
         deltas: Mapping[int, Mapping[int, Tensor]],
@@ -314,7 +314,7 @@ class LocalRunner:
         points: tuple[int, int] | None = None,
         watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
     ) -> None:
-        """Sum of the local products of some points; charged for all."""
+        """Sum of the local VJPs of some points; charged for all."""
         calls, targets = self.passes.structure.calls, sites.local
         low, high = points or (0, self.size)
         last_use = {p: target.last for target in targets for p in target.parameters}
@@ -337,7 +337,7 @@ class LocalRunner:
                 if last and last_use[parameter] == target.last:  # a tied one has several targets
                     sink.complete([parameter], after=calls[target.last].end)
 
-            local_products(
+            local_vjps(
                 self.passes,
                 sites.local_prefix,
                 self.record,
@@ -350,5 +350,5 @@ class LocalRunner:
         self.cost.local += self.size * self.local_share(sites)
 
     def local_share(self, sites: Sites) -> float:
-        """Cost of the local products of a point, in forward passes."""
+        """Cost of the local VJPs of a point, in forward passes."""
         return sites.local_share(min(self.size, self.chunk))

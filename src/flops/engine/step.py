@@ -1,7 +1,7 @@
-"""One step: ask everything at the same parameters, then write the gradients.
+"""One step: queries of all groups at the same parameters, then the gradients.
 
-Phase 1: clean pass, allocation, and the queries of all groups. Every group asks for rows; who can
-run them does, and tells their losses; ranks meet when all groups have asked. Nothing changes.
+Phase 1: clean pass, allocation, and the queries of all groups. Every group plans rows, a runner
+evaluates them, and ranks synchronise once per round. Nothing is written.
 Phase 2: gradients, group by group and parameter by parameter (`flops.engine.gradients`).
 """
 
@@ -25,12 +25,12 @@ from flops.engine.pilot import Pilot
 from flops.engine.rows import Cost, LocalRunner, Ranks, gathered, own_chunks
 from flops.errors import QueryError
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Perturbation,
     Plan,
     Queries,
+    RowResults,
     Rows,
 )
 from flops.estimators.variance import traces_of, variance
@@ -48,13 +48,13 @@ class Session:
         layout: Structure of the forward pass and the estimators' bindings.
         passes: Passes over this batch.
         record: Clean outputs that are replayed.
-        losses: Clean losses, shape (B,); NaN if the clean pass was left out.
+        losses: Clean losses, shape (B,); NaN without a clean pass.
         index: Positions of the points in the data set, if given.
-        chunk: Most rows in one pass.
+        chunk: Largest number of rows in one pass.
         ranks: Ranks that share the rows.
         clean: Forward equivalents of the clean pass.
-        probe: Passes of a row that it took to find the layout.
-        cost: What all queries of the session cost.
+        probe: Cost of finding the layout, in passes of one row.
+        cost: Cost of all queries of the session.
     """
 
     layout: Layout
@@ -69,32 +69,32 @@ class Session:
     cost: Cost = field(default_factory=Cost)
 
     def queries(self, group: str, key: tuple[int, ...], memory: dict[str, Any]) -> Queries:
-        """Queries of one group; counts are filled in when they are known."""
+        """Queries of one group; counts are set by the allocation."""
         size = len(self.losses)
         ids = list(range(size)) if self.index is None else self.index.tolist()
         none = torch.zeros(size, dtype=torch.long)
         return Queries(group, size, self.losses, none, key, ids, memory, frozenset(self.record))
 
     def runner(self, cost: Cost) -> LocalRunner:
-        """Runs rows of this batch."""
+        """A runner of this batch's rows."""
         size = len(self.losses)
         return LocalRunner(self.passes, self.record, size, self.chunk, cost, self.ranks)
 
 
 def budget_of(group: ResolvedGroup, size: int) -> int:
-    """Queries of a group for so many points, in whole units of the estimator."""
+    """Queries of a group for ``size`` points, in whole units of the estimator."""
     unit, exact = group.estimator.unit, group.queries * size
     return int(exact + 1e-9 * exact) // unit * unit  # 1.15 * 100 is 115, not 114.99...
 
 
 def floor_of(allocator: Allocator, group: ResolvedGroup) -> int:
-    """Fewest queries of a point, in whole units of the estimator."""
+    """Minimum queries of a point, in whole units of the estimator."""
     unit = group.estimator.unit
     return -(-allocator.min_queries // unit) * unit
 
 
 def least_of(allocator: Allocator, group: ResolvedGroup) -> int:
-    """Fewest queries of a point with which a step works: its pilot, and the floor after it."""
+    """Minimum queries of a point in a step: its pilot, and the floor after it."""
     unit = group.estimator.unit
     return -(-allocator.pilot // unit) * unit + max(unit, floor_of(allocator, group))
 
@@ -103,7 +103,7 @@ def counts_of(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Ten
     """Counts of an allocator, in the order of the batch.
 
     Raises:
-        QueryError: If no plan can follow them, with what was returned and what is allowed.
+        QueryError: If the counts are invalid.
     """
     order = _order(allocator, signal)
     counts = allocator.allocate(signal if order is None else signal.at(order))
@@ -123,13 +123,13 @@ def counts_of(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Ten
         raise QueryError(
             f"group '{group.name}': its draws are shared by the batch, so every point "
             "must get the same number of queries; make `queries` a whole number of "
-            f"draws ({group.estimator.unit} queries each), or use independent draws"
+            f"draws ({group.estimator.unit} queries each), or use per-point draws"
         )
     return counts if order is None else torch.empty_like(counts).index_copy_(0, order, counts)
 
 
 def learn(allocator: Allocator, signal: Signal, estimate: Estimate) -> None:
-    """Show a learner what the queries of this batch say about its points."""
+    """Train a learned allocator on this batch."""
     if isinstance(allocator, Learner) and estimate.points is not None:
         traces, order = traces_of(estimate, len(signal.losses)), _order(allocator, signal)
         if order is not None:
@@ -138,8 +138,8 @@ def learn(allocator: Allocator, signal: Signal, estimate: Estimate) -> None:
 
 
 def _order(allocator: Allocator, signal: Signal) -> Tensor | None:
-    """Points by their index, so that random choices and ties do not go by the batch's order."""
-    if signal.index is None or isinstance(allocator, Fixed):  # its counts are those of places
+    """Points sorted by index, so that random choices and ties do not depend on their order."""
+    if signal.index is None or isinstance(allocator, Fixed):  # whose counts are by position
         return None
     return torch.argsort(signal.index)
 
@@ -149,23 +149,23 @@ class GroupStep:
 
     Args:
         group: The group.
-        binding: What its estimator worked out for this structure of the forward pass.
-        allocator: Of the group; it learns.
-        signal: What the allocator may know about the batch.
-        queries: The group's part of the step, without counts.
-        runner: Makes what runs the rows, given what it charges.
+        binding: Binding of its estimator.
+        allocator: Allocator of the group, which learns.
+        signal: Inputs of the allocator.
+        queries: The group's queries, without counts.
+        runner: Returns a runner that charges a cost.
 
     Attributes:
         counts: Queries of each point, the pilot's included, shape (B,).
         dropped: Points without any query.
         noise: Trace of the covariance of the gradient; 0 if there is no sampling noise.
-        snr: Squared length of the gradient over that, the noise taken off.
-        shaping: What shaped noise knows, if there is any.
-        loss: Mean loss, of an estimator that reads no clean pass.
-        cosine: To the exact gradient, where that is known.
-        estimate: Derivatives of the last queries.
-        estimation: Plans and is asked, told and collected by `QueryLoop`.
-        cost: Of the group in this step.
+        snr: Squared norm of the gradient, minus the noise, over the noise.
+        shaping: State of shaped noise, if any.
+        loss: Mean loss, of an estimator without a clean pass.
+        cosine: Cosine to the exact gradient, if known.
+        estimate: Statistics of the last queries.
+        estimation: The group's part of the step, driven by `QueryLoop`.
+        cost: Cost of the group in this step.
     """
 
     dropped: int = 0
@@ -206,7 +206,7 @@ class GroupStep:
         self.estimation = self.group.estimator.begin(self._binding, queries, self.runner)
 
     def _allocate(self, signal: Signal) -> Tensor:
-        """Begin with counts that all ranks share, and that a resumed step keeps."""
+        """Begin with counts that are equal on all ranks and after resuming."""
         counts = self.runner.ranks.broadcast(counts_of(self.group, self.allocator, signal))
         if self._queries.decide is not None:
             counts = self._queries.decide("counts", counts)
@@ -214,7 +214,7 @@ class GroupStep:
         return counts
 
     def plan(self) -> Plan | None:
-        """The rows that are wanted next; None if there are none."""
+        """The next rows to run; None after the last."""
         plan, pilot = self.estimation.plan(), self._pilot
         if plan is None and pilot is not None and pilot.estimate is None:
             early = pilot.finish(self.estimation, self.runner, self.group.parameters)
@@ -228,7 +228,7 @@ class GroupStep:
     def write(
         self, writer: Writer | Collector, exact: Gradients | None = None, scale: float = 1.0
     ) -> None:
-        """Hand over the gradient times a scale, and let the allocator learn."""
+        """Write the gradient times a scale, and train the allocator."""
         size, pilot, parameters = self._queries.size, self._pilot, self.group.parameters
         shared = self.runner.world_size > 1 and self.estimation.partial
         sink = GroupSink(writer, self.group.name, parameters, pilot is not None or shared, exact)
@@ -258,7 +258,7 @@ class GroupStep:
 
 @dataclass(frozen=True)
 class Query:
-    """A chunk of rows of one group that somebody has to run."""
+    """A chunk of rows of one group to run."""
 
     step: GroupStep
     rows: Rows
@@ -266,12 +266,12 @@ class Query:
 
 
 class QueryLoop:
-    """All queries of a step: `next` says what to run, `tell` takes what came back.
+    """All queries of a step: `next` returns a query to run, `tell` takes its results.
 
     Args:
         steps: The groups.
         size: Points of the batch.
-        chunk: Most rows of a query.
+        chunk: Largest number of rows of a query.
         ranks: Ranks that share the rows.
     """
 
@@ -282,7 +282,7 @@ class QueryLoop:
         self._values: dict[int, list[Tensor]] = {}
 
     def next(self) -> Query | None:
-        """What to run next; None when all groups have what they need."""
+        """The next query; None after the last of all groups."""
         while not self._queue:
             if not self._advance():
                 return None
@@ -290,35 +290,35 @@ class QueryLoop:
         step = self._steps[number]
         return Query(step, rows, step.estimation.ask(rows))
 
-    def tell(self, query: Query, answer: Answer) -> None:
-        """What the rows showed; charged to their group."""
+    def tell(self, query: Query, results: RowResults) -> None:
+        """Take the results of a query, and charge its group."""
         step, count = query.step, len(query.rows.points)
         step.cost.rows += count
         step.cost.queries += count * (1 - query.perturbation.prefix.share)
-        values = step.estimation.tell(query.rows, answer)
+        values = step.estimation.tell(query.rows, results)
         self._values[self._steps.index(step)].append(values)
 
     def _advance(self) -> bool:
-        """Meet the other ranks, and find out what is wanted next."""
+        """Synchronise the ranks, and collect the next plans."""
         several = self._ranks.size > 1
         if self._round:
-            self._meet()
+            self._synchronise()
         self._round = {}
         for number, step in enumerate(self._steps):
             plan = step.plan()
             if plan is not None:
                 self._round[number] = plan
-                if not several:  # nobody waits: one group's noise at a time
+                if not several:  # no other ranks: one group's noise at a time
                     break
         self._values = {number: [] for number in self._round}
         for number, plan in self._round.items():
             chunks = own_chunks(plan, self._size, self._chunk, self._ranks)
             self._queue.extend((number, rows) for rows in chunks)
         if several and not self._round:
-            self._settle()
+            self._sum_costs()
         return bool(self._round)
 
-    def _meet(self) -> None:
+    def _synchronise(self) -> None:
         found = gathered(
             [(p, self._values[n], self._steps[n].estimation.dtype) for n, p in self._round.items()],
             self._size,
@@ -326,36 +326,36 @@ class QueryLoop:
         )
         for number, (values, points) in zip(self._round, found, strict=True):
             step = self._steps[number]
-            if self._ranks.size > 1:  # all ranks refuse them alike
+            if self._ranks.size > 1:  # on all ranks
                 check_finite(values, f"queries of group '{step.group.name}'", points)
             step.estimation.collect(values, points, step.runner)
 
-    def _settle(self) -> None:
-        """Charge what the other ranks ran."""
+    def _sum_costs(self) -> None:
+        """Sum costs over the ranks."""
         costs = [value for s in self._steps for value in (float(s.cost.rows), s.cost.queries)]
         found = iter(self._ranks.sum_scalars(costs))
         for step in self._steps:
             step.cost.rows, step.cost.queries = round(next(found)), next(found)
 
 
-Run = Callable[[Query], Answer]
-"""Runs a query."""
+Run = Callable[[Query], RowResults]
+"""Evaluates a query."""
 
 
-def run_query(query: Query) -> Answer:
+def run_query(query: Query) -> RowResults:
     """Run a query on the model."""
     return query.step.runner.run(query.step.group.name, query.perturbation, query.rows)
 
 
 def run_queries(steps: Sequence[GroupStep], session: Session, run: Run = run_query) -> None:
-    """Phase 1: run everything that the groups ask for."""
+    """Phase 1: run all queries of the groups."""
     loop = QueryLoop(steps, len(session.losses), session.chunk, session.ranks)
     while (query := loop.next()) is not None:
         loop.tell(query, run(query))
 
 
 def writer_of(steps: Sequence[GroupStep], session: Session, update: Update | None = None) -> Writer:
-    """What the gradients of these groups go to: ``.grad``, or an update."""
+    """Writer of these groups' gradients, to ``.grad`` or to an update."""
     named = {step.group.name: step.group.parameters for step in steps}
     bindings = zip(steps, session.layout.bindings, strict=True)
     spans = {step.group.name: binding.local_span for step, binding in bindings}
@@ -371,11 +371,11 @@ def write_gradients(
 ) -> None:
     """Phase 2: the gradients of all groups, the last group first; `Writer.commit` ends it.
 
-    A group's local pass runs nothing behind its own targets, so that a parameter that has been
-    stepped by a hook is not read again.
+    A group's local pass stops after its own targets, so that parameters that were stepped by a hook
+    are not read again.
     """
     for number, step in reversed(list(enumerate(steps))):
-        # What no product replays any more is forgotten.
+        # Free outputs that no later VJP replays.
         later = [binding.local_needed for binding in session.layout.bindings[: number + 1]]
         for call in session.record.keys() - frozenset().union(*later):
             del session.record[call]

@@ -1,4 +1,4 @@
-"""What `print(fg)` shows: which modules are perturbed, and what a step costs."""
+"""Summary for `print(fg)`: the groups, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ UNKNOWN = "?"
 
 
 def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
-    """A table of the groups, a line each, and the cost of a step per point.
+    """A table with one line per group, and the cost of a step per point.
 
     Args:
-        groups: What is perturbed.
-        layout: What is known of the forward pass; None before the first batch.
+        groups: Groups to perturb.
+        layout: Layout of the forward pass; None before the first batch.
     """
     rows = [HEADERS]
     total = 1.0  # the clean pass
@@ -46,7 +46,7 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
     if layout is None:
         end = "noise and query cost are known after the first batch, or inspect(inputs, targets)"
     else:
-        end = f"about {total:.0f} forward passes per point and step, local products on top"
+        end = f"about {total:.0f} forward passes per point and step, plus local VJPs"
     return "\n".join([*(line.rstrip() for line in lines), end])
 
 

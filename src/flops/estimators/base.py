@@ -1,17 +1,17 @@
-"""The extension point for gradient estimators: ask, tell, write.
+"""Base class of gradient estimators: ask, tell, write.
 
-An estimator says what to perturb and what the answers mean; who runs the rows is somebody else
-(`flops.engine`): a model on this machine, several ranks, or a service behind a journal. In a step
-every group has one `Estimation`:
+An estimator defines the perturbation and turns losses into gradients; the engine runs the rows
+(`flops.engine`), on a local model, on several ranks, or by a remote service. In a step every group
+has one `Estimation`:
 
-    plan    which rows it wants next; None when it has all it needs
+    plan    the next rows to run; None after the last
     ask     perturbation of a chunk of rows (point, draw, sign)
-    tell    their losses (and outputs, where they are shown) -> directional derivatives
-    collect those of all ranks, in the order of the plan
+    tell    their losses (and outputs, if available) -> directional derivatives
+    collect directional derivatives of all ranks, in the order of the plan
     write   gradients, parameter by parameter
-    finish  what allocators and reports want to know
+    finish  statistics for allocators and reports
 
-Up to `collect` nothing may change but the estimation itself.
+Before `write`, only the estimation itself may change.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from flops.subspace.step import Decide, ShapedEstimate
 
 @dataclass(frozen=True)
 class Queries:
-    """One group's part of one step, as its estimator sees it.
+    """The queries of one group in one step.
 
     Attributes:
         name: The group's name.
         size: Number of points B.
-        losses: Clean losses, shape (B,); NaN if there was no clean pass.
+        losses: Clean losses, shape (B,); NaN without a clean pass.
         counts: Queries per point, shape (B,).
         key: (seed, step, group), the key of all noise.
         ids: Identity of each point for its noise.
-        memory: What the estimator keeps from step to step for this group; part of the state.
-            Replace entries, never write into them: a failed step must leave the old ones.
+        memory: State of the estimator for this group. Replace entries, never modify them in place:
+            a failed step must keep the old ones.
         recorded: Calls whose clean outputs can be replayed.
-        clean: What else the clean pass showed, for estimators that read outputs, shape (B, K).
-        decide: Told each discrete decision, which a journal may have kept from another machine;
-            None where those of this process count.
+        clean: Outputs of the clean pass, for estimators that read them, shape (B, K).
+        decide: Called with each discrete decision; returns the decision to use, which a journal may
+            have recorded on another machine. None uses this process's.
     """
 
     name: str
@@ -69,8 +69,8 @@ class Queries:
 class Rows:
     """A chunk of rows: points, draws and signs of shape (R,), and their weights 1/A_j.
 
-    The weight of a row is one over the number of *draws* of its point: the mean over a point's
-    draws, however unequal the counts, so that every point keeps the weight 1/B in the batch.
+    The weight of a row is one over the number of *draws* of its point. So a point's estimate is the
+    mean over its draws, and all points have the weight 1/B, for any counts.
     """
 
     points: Tensor
@@ -81,12 +81,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """How the forward pass of some rows differs from the clean one.
+    """Perturbation of the forward pass of some rows.
 
     Attributes:
-        prefix: What is replayed.
+        prefix: Calls to replay.
         edits: Changes to the outputs of calls.
-        around: What calls do instead of their own forward.
+        around: Actions that calls run instead of their own forward.
     """
 
     prefix: Prefix
@@ -95,8 +95,8 @@ class Perturbation:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a chunk of rows showed: losses of shape (R,), and outputs of shape (R, K) if any."""
+class RowResults:
+    """Results of a chunk of rows: losses, shape (R,), and outputs, shape (R, K), if any."""
 
     losses: Tensor
     outputs: Tensor | None = None
@@ -104,7 +104,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class PointPlan:
-    """Every point has draws of its own: ``counts`` queries, ``unit`` of them per draw."""
+    """Per-point draws: ``counts`` queries of each point, ``unit`` of them per draw."""
 
     counts: Tensor
     unit: int
@@ -112,7 +112,7 @@ class PointPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """All points run under each of some perturbations; ``prefixes`` has one for each."""
+    """Shared draws: all points run under each perturbation; ``prefixes`` has one for each."""
 
     prefixes: Sequence[Prefix]
 
@@ -122,16 +122,16 @@ Plan = PointPlan | BatchPlan
 
 @dataclass
 class Estimate:
-    """What an estimation found out, beside the gradients.
+    """Statistics of an estimation, besides the gradients.
 
     Attributes:
         derivatives: Directional derivative w = (l - b) / sigma of each draw, shape (draws,).
-        points: The point of each draw; None if the draws are shared by the batch.
+        points: The point of each draw; None for shared draws.
         factors: Trace of one draw's covariance over its squared derivative: one number, or one
             for each point, shape (B,).
         directions: Number of noise dimensions if a point's draws are mutually orthogonal, else 0.
-        shaped: Energies and errors, where the estimate is not an average over the draws.
-        loss: Mean loss, of an estimator that reads no clean pass.
+        shaped: Energies and errors under shaped noise, whose estimate is no mean over draws.
+        loss: Mean loss, of an estimator without a clean pass.
     """
 
     derivatives: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -143,23 +143,23 @@ class Estimate:
 
 
 class Sink(Protocol):
-    """Takes the gradients of a group."""
+    """Receives the gradients of a group."""
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add to a parameter's gradient; the tensor now belongs to the sink."""
+        """Add to a parameter's gradient; the sink owns the tensor."""
         ...
 
     def add_draws(self, draws: Draws) -> None:
-        """The whole gradient of a group, as keys and scalars: nothing more comes for it."""
+        """The complete gradient of a group, as keys and scalars."""
         ...
 
     def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
-        """Nothing more comes for these parameters; the pass behind them has come to ``after``."""
+        """Mark gradients as complete; the pass that computed them has reached ``after``."""
         ...
 
 
 class Runner(Protocol):
-    """What an estimation may ask of the engine beside the answers to its queries."""
+    """Services of the engine for estimations."""
 
     @property
     def passes(self) -> Passes:
@@ -172,11 +172,11 @@ class Runner(Protocol):
         ...
 
     def share(self, count: int) -> tuple[int, int]:
-        """First and last + 1 of so many things that are this rank's."""
+        """First and last + 1 of this rank's share of ``count`` items."""
         ...
 
     def own_points(self, plan: PointPlan) -> tuple[int, int]:
-        """First and last + 1 of the points whose rows run here, with those that have none."""
+        """First and last + 1 of this rank's points, including those without rows."""
         ...
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -184,18 +184,18 @@ class Runner(Protocol):
         ...
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Largest value over the ranks, entry by entry."""
+        """Elementwise maximum over the ranks."""
         ...
 
     def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
-        """Sum over the ranks of gradients that some of them may lack."""
+        """Sum of gradients over the ranks, some of which may have none."""
         ...
 
     def local_share(self, sites: Sites) -> float:
-        """Cost of the local products of a point, in forward passes."""
+        """Cost of the local VJPs of a point, in forward passes."""
         ...
 
-    def products(
+    def local_vjps(
         self,
         sites: Sites,
         deltas: Mapping[int, Mapping[int, Tensor]],
@@ -203,19 +203,19 @@ class Runner(Protocol):
         points: tuple[int, int] | None = None,
         watch: Callable[[Tensor, LocalTarget, Any], None] | None = None,
     ) -> None:
-        """Sum of the local products of some points; charged for all. See `flops.passes.local_vjp`.
+        """Sum of the local VJPs of some points; charged for all. See `flops.passes.local_vjp`.
 
         Args:
-            sites: Where the noise was, with the targets in the order in which they end.
-            deltas: Of shape (B, ...), with their batch first here.
-            sink: Where the gradients go.
-            points: First and last + 1 of the points; None for all of them.
-            watch: Sees points, each target and its arguments.
+            sites: Noise sites, with the targets in the order in which they end.
+            deltas: Deltas, shape (B, ...).
+            sink: Receives the gradients.
+            points: First and last + 1 of the points; None for all.
+            watch: Called with points, each target and its arguments.
         """
         ...
 
     def charge(self, cost: float) -> None:
-        """Forward equivalents of work that is neither a query nor a local product."""
+        """Charge forward equivalents of work that is neither a query nor a local VJP."""
         ...
 
 
@@ -223,8 +223,8 @@ class Estimation(ABC):
     """One group's part of one step.
 
     Attributes:
-        partial: Whether what `write` adds is this rank's part of a sum over the ranks.
-        dtype: Of what `tell` returns.
+        partial: Whether `write` adds this rank's part of a sum over the ranks.
+        dtype: Type of the values that `tell` returns.
     """
 
     partial: bool = False
@@ -232,31 +232,31 @@ class Estimation(ABC):
 
     @abstractmethod
     def plan(self) -> Plan | None:
-        """The rows that are wanted next; None if there are none."""
+        """The next rows to run; None after the last."""
 
     def ask(self, rows: Rows) -> Perturbation:
-        """Perturbation of a chunk of rows; of a `BatchPlan`, ``draws`` is its number for all."""
+        """Perturbation of a chunk of rows; for a `BatchPlan`, all ``draws`` are its number."""
         raise NotImplementedError
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
-        """The answer to the last `ask`: returns what all ranks must know.
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
+        """Results of the last `ask`; returns values for all ranks.
 
-        One value per draw of a `PointPlan`, the directional derivatives; one per row of a
-        `BatchPlan`, the losses.
+        These are directional derivatives, one per draw of a `PointPlan`, or losses, one per row of
+        a `BatchPlan`.
         """
-        return answer.losses.cpu()
+        return results.losses.cpu()
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """What `tell` returned for all rows of the plan, on all ranks; the points of the values."""
+        """Receives the values of `tell` for all rows of the plan on all ranks, and their points."""
         return
 
     @abstractmethod
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """Hand over the gradient of the mean loss times a scale, and say what is complete."""
+        """Add the gradient of the mean loss times a scale to the sink, and complete it."""
 
     @abstractmethod
     def finish(self) -> Estimate:
-        """After `write`: what the allocator and the report want to know."""
+        """Statistics for the allocator and the report, after `write`."""
 
 
 class Estimator(ABC):
@@ -266,12 +266,12 @@ class Estimator(ABC):
         sigma: Noise scale; None without noise.
         shaping: Options of shaped noise; None for isotropic noise.
         shared: Whether all points of the batch see the same draw; counts must then be equal.
-        seeded: Whether its gradients follow from keys and scalars (`Sink.add_draws`).
-        whole_model: Whether the estimate contains all uses of a parameter wherever they are.
-        makes_queries: Whether it makes any; backpropagation does not.
+        seeded: Whether its gradients are keys and scalars (`Sink.add_draws`).
+        whole_model: Whether the estimate covers all uses of its parameters in the model.
+        makes_queries: Whether it makes queries; backpropagation does not.
         unit: Queries per draw: 1, or 2 for antithetic pairs.
-        minimum_queries: Fewest queries per point; 0 if it makes none.
-        reads_clean: Whether it looks at the clean losses. Where nothing does, there is no clean
+        minimum_queries: Minimum queries per point; 0 if it makes none.
+        reads_clean: Whether it reads the clean losses. If no estimator does, there is no clean
             pass, and `Estimate.loss` is reported instead.
     """
 
@@ -298,17 +298,17 @@ class Estimator(ABC):
         return self.unit if self.makes_queries else 0
 
     def check(self, selection: Selection) -> None:
-        """Refuse a group that this estimator cannot serve, before any pass."""
+        """Raise if this estimator does not support a group, before any pass."""
         return
 
     @abstractmethod
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Any:
-        """Find targets and prefixes in the structure of the forward pass; returns a Binding."""
+        """Find noise sites and prefixes in the structure of the forward pass; returns a Binding."""
 
     def verify(self, binding: Any, passes: Passes) -> None:
-        """Try out with a few rows what the structure cannot tell; once per kind of input."""
+        """Check assumptions by trials with a few rows; once per kind of input."""
         return
 
     @abstractmethod
     def begin(self, binding: Any, queries: Queries, runner: Runner) -> Estimation:
-        """One group's part of a step; nothing in the model may change."""
+        """Start one group's part of a step; the model must not change."""

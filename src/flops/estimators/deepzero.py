@@ -5,11 +5,11 @@ For every coordinate i of a sparse set S, and zero elsewhere,
 
     g_i = (l(theta + sigma e_i) - l(theta)) / sigma.
 
-How many coordinates each parameter tensor gives to S is decided once, by ZO-GraSP: the largest
-scores -theta * (H g), with g and H g from random finite differences. Which ones is drawn anew
-every few steps. A coordinate reuses all features that end before its own module starts.
+The number of coordinates of each parameter tensor in S is determined once, by ZO-GraSP: the largest
+scores -theta * (H g), with g and H g from random finite differences. The coordinates themselves are
+resampled every few steps. A coordinate reuses all features of modules before its own.
 
-(The paper behind this library calls n-SPSA "DeepZero"; that is `SPSA`, and this is the real one.)
+(The paper behind this library calls n-SPSA "DeepZero"; here that is `SPSA`.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from flops.allocators.counts import round_counts
 from flops.estimators.base import (
-    Answer,
     BatchPlan,
     Estimate,
     Estimation,
@@ -31,6 +30,7 @@ from flops.estimators.base import (
     Perturbation,
     Plan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
@@ -40,10 +40,10 @@ from flops.estimators.variance import Collected, warn_if_rounding
 from flops.passes.binding import Binding
 from flops.passes.intercept import Action, Forward
 from flops.passes.local_vjp import Gradients
-from flops.passes.replay import Passes, Prefix, nothing
+from flops.passes.replay import Passes, Prefix, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
-from flops.perturb.parameter_calls import Unit, Units, find_units
+from flops.perturb.parameter_calls import CalledModule, ParameterCalls, find_parameter_calls
 from flops.perturb.random import generator
 
 
@@ -51,15 +51,15 @@ from flops.perturb.random import generator
 class DeepZero(Estimator):
     """Finite differences along single coordinates; `queries` of the group is their number.
 
-    The estimate is exact on its coordinates but for O(sigma) curvature and rounding, and zero
-    elsewhere. One coordinate costs one query of every point.
+    The estimate is exact on its coordinates up to O(sigma) curvature and rounding, and zero
+    elsewhere. One coordinate costs one query per point.
 
     Args:
         sigma: Step along a coordinate.
         pruning: "zo-grasp" scores the coordinates with 4 * ``score_draws`` queries per point in
-            a group's first step (charged); "random" spreads them over parameters by size.
+            a group's first step (charged); "random" distributes them over parameters by size.
         score_draws: Antithetic draws for each of the two gradients of a score.
-        shuffle: Steps after which other coordinates are drawn.
+        shuffle: Steps between resamplings of the coordinates.
     """
 
     sigma: float = 1e-3
@@ -79,14 +79,14 @@ class DeepZero(Estimator):
             raise ValueError("score_draws and shuffle must be at least 1")
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Coordinates:
-        """Find the units, and for each what can be reused before it."""
-        units = find_units(selection, passes, reuse)
+        """Find the parameter calls, and the prefix of each."""
+        found = find_parameter_calls(selection, passes, reuse)
         calls = passes.structure.calls
         prefixes = [
-            passes.prefix(calls[unit.calls[0]].start) if reuse else nothing(passes.structure)
-            for unit in units.units
+            passes.prefix(calls[called.calls[0]].start) if reuse else empty_prefix(passes.structure)
+            for called in found.modules
         ]
-        return Coordinates(units, tuple(prefixes))
+        return Coordinates(found, tuple(prefixes))
 
     def begin(self, binding: Coordinates, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
@@ -94,7 +94,7 @@ class DeepZero(Estimator):
 
 
 class _CoordinateWise(Estimation):
-    """One finite difference per coordinate of the set S, after two rounds that find its ratios."""
+    """One finite difference per coordinate of the set S, after two rounds that score it."""
 
     def __init__(self, options: DeepZero, binding: Coordinates, queries: Queries) -> None:
         self._options, self._binding, self._queries = options, binding, queries
@@ -106,36 +106,36 @@ class _CoordinateWise(Estimation):
         self._derivatives = torch.empty(0)
 
     def plan(self) -> Plan | None:
-        """Scores in a group's first step, then the coordinates."""
+        """Two scoring rounds in a group's first step, then the coordinates."""
         if self._chosen is not None:
             return None
         if "ratios" not in self._queries.memory and self._options.pruning == "zo-grasp":
-            # The same noise for both gradients, so that their difference is not drowned in it.
+            # The same noise for both gradients, so that it cancels in their difference.
             counts = torch.full((self._queries.size,), 2 * self._options.score_draws)
             scoring = replace(self._queries, counts=counts, memory={"warned_of_rounding": True})
-            self._scoring = self._spsa.begin(self._binding.units, scoring, None)  # type: ignore[arg-type]
+            self._scoring = self._spsa.begin(self._binding.calls, scoring, None)  # type: ignore[arg-type]
             return self._scoring.plan()
         self._chosen = list(self._coordinates())
-        return BatchPlan([self._binding.by_unit[number] for number, *_ in self._chosen])
+        return BatchPlan([self._binding.by_module[number] for number, *_ in self._chosen])
 
     def ask(self, rows: Rows) -> Perturbation:
-        """One coordinate moved by sigma."""
+        """One coordinate shifted by sigma."""
         if self._scoring is not None:
             found = self._scoring.ask(rows)
             return found if self._here is None else self._moved(found, self._here)
         assert self._chosen is not None
         number, parameter, at = self._chosen[int(rows.draws[0])]
-        unit = self._binding.units.units[number]
-        action = _step(unit, parameter, at, self._options.sigma)
-        around = dict.fromkeys(unit.calls, action)
-        return Perturbation(self._binding.by_unit[number], around=around)
+        called = self._binding.calls.modules[number]
+        action = _step(called, parameter, at, self._options.sigma)
+        around = dict.fromkeys(called.calls, action)
+        return Perturbation(self._binding.by_module[number], around=around)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Losses of all points."""
-        return answer.losses.cpu()
+        return results.losses.cpu()
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """The derivatives; of the scoring rounds the ratios."""
+        """Directional derivatives, or the ratios after the scoring rounds."""
         if self._scoring is not None:
             self._scoring.collect(values, points, runner)
             found = Collected()
@@ -154,7 +154,7 @@ class _CoordinateWise(Estimation):
         warn_if_rounding(self._queries, differences)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """Zero but on the coordinates."""
+        """Zero except on the coordinates."""
         assert self._chosen is not None
         by_parameter: dict[nn.Parameter, list[tuple[tuple[Tensor, ...], Tensor]]] = {
             p: [] for *_, p in self._binding.places
@@ -169,14 +169,14 @@ class _CoordinateWise(Estimation):
             sink.complete([parameter])
 
     def finish(self) -> Estimate:
-        """No sampling noise: what is missing is zero, not random."""
+        """No sampling noise: the other coordinates are zero, not random."""
         return Estimate()
 
     def _coordinates(self) -> Iterator[tuple[int, nn.Parameter, tuple[Tensor, ...]]]:
-        """The set S: unit, parameter and place."""
-        queries, units = self._queries, self._binding.units.units
+        """The set S: number of the module, parameter and index."""
+        queries, modules = self._queries, self._binding.calls.modules
         places = self._binding.places
-        sizes = torch.tensor([units[number].size(path) for number, path, _ in places])
+        sizes = torch.tensor([modules[number].size(path) for number, path, _ in places])
         wanted = self._wanted()
         if "ratios" not in queries.memory:
             queries.memory["ratios"] = sizes.double() / sizes.double().sum()
@@ -185,9 +185,9 @@ class _CoordinateWise(Estimation):
         for place, (number, path, parameter) in enumerate(places):
             source = generator(seed, step // self._options.shuffle, group, place)
             order = torch.randperm(int(sizes[place]), generator=source)[: int(counts[place])]
-            if path in units[number].padding:  # what only pads is not in the set
+            if path in modules[number].padding:  # padding is not in the set
                 width = parameter[0].numel()
-                order = order + width * (order >= width * units[number].padding[path])
+                order = order + width * (order >= width * modules[number].padding[path])
             for i in order:
                 yield (
                     number,
@@ -196,17 +196,17 @@ class _CoordinateWise(Estimation):
                 )  # any memory format
 
     def _wanted(self) -> int:
-        units = self._binding.units.units
-        sizes = [units[number].size(path) for number, path, _ in self._binding.places]
+        modules = self._binding.calls.modules
+        sizes = [modules[number].size(path) for number, path, _ in self._binding.places]
         return min(int(self._queries.counts[0]), sum(sizes))
 
     def _grasp(self, here: Gradients, there: Gradients) -> Tensor:
-        """How many of the best-scored coordinates lie in each parameter."""
+        """Number of the best-scored coordinates in each parameter."""
         places, sigma = self._binding.places, self._options.sigma
         scores = [-p.detach() * (there[p] - here[p]) / sigma for *_, p in places]
         for score, (number, path, _) in zip(scores, places, strict=True):
-            if path in self._binding.units.units[number].padding:
-                score[self._binding.units.units[number].padding[path]] = -torch.inf
+            if path in self._binding.calls.modules[number].padding:
+                score[self._binding.calls.modules[number].padding[path]] = -torch.inf
         best = torch.cat([score.flatten() for score in scores]).topk(self._wanted()).indices
         owner = torch.repeat_interleave(
             torch.arange(len(scores)), torch.tensor([score.numel() for score in scores])
@@ -214,7 +214,7 @@ class _CoordinateWise(Estimation):
         return torch.bincount(owner[best.cpu()], minlength=len(scores)).double()
 
     def _moved(self, found: Perturbation, gradients: Gradients) -> Perturbation:
-        """The same perturbation at parameters moved along the first gradient by sigma."""
+        """The same perturbation at parameters shifted by sigma along the first gradient."""
 
         def wrapped(parameters: Sequence[nn.Parameter], inner: Action) -> Action:
             def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,42 +230,44 @@ class _CoordinateWise(Estimation):
 
             return action
 
-        units = self._binding.units
-        by_call = {n: tuple(u.parameters.values()) for u in units.units for n in u.calls}
-        if units.root is not None and units.root in found.around:  # all of them for the whole pass
-            by_call = {units.root: units.parameters}
+        calls = self._binding.calls
+        by_call = {n: tuple(u.parameters.values()) for u in calls.modules for n in u.calls}
+        if calls.root is not None and calls.root in found.around:  # all of them for the whole pass
+            by_call = {calls.root: calls.parameters}
         around = {n: wrapped(by_call[n], inner) for n, inner in found.around.items()}
         return replace(found, around=around)
 
 
 class Coordinates(Binding):
-    """Units of the group and the prefix of each."""
+    """Parameter calls of the group and the prefix of each."""
 
-    def __init__(self, units: Units, prefixes: tuple[Prefix, ...]) -> None:
-        self.units, self.by_unit = units, prefixes
-        self.prefixes = (units.prefix, *prefixes)
+    def __init__(self, calls: ParameterCalls, prefixes: tuple[Prefix, ...]) -> None:
+        self.calls, self.by_module = calls, prefixes
+        self.prefixes = (calls.prefix, *prefixes)
 
     @property
     def places(self) -> list[tuple[int, str, nn.Parameter]]:
-        """Every parameter at every unit that uses it."""
+        """Every parameter in every called module that uses it."""
         return [
             (number, path, parameter)
-            for number, unit in enumerate(self.units.units)
-            for path, parameter in unit.parameters.items()
+            for number, called in enumerate(self.calls.modules)
+            for path, parameter in called.parameters.items()
         ]
 
     def covers(self, use: Use) -> bool:
-        """While a unit of that parameter runs."""
-        return self.units.covers(use)
+        """Whether a called module of the parameter is running."""
+        return self.calls.covers(use)
 
 
-def _step(unit: Unit, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: float) -> Action:
+def _step(
+    called: CalledModule, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: float
+) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data = parameter.data
         moved = data.clone()
         moved[at] += sigma
         try:
-            with unit.clean_padding():
+            with called.clean_padding():
                 parameter.data = moved
                 return forward(*args, **kwargs)
         finally:
@@ -275,12 +277,12 @@ def _step(unit: Unit, parameter: nn.Parameter, at: tuple[Tensor, ...], sigma: fl
 
 
 def _capped(ratios: Tensor, sizes: Tensor, wanted: int) -> Tensor:
-    """Counts that follow the ratios but never exceed a parameter's size."""
+    """Counts proportional to the ratios, at most the size of a parameter."""
     counts = torch.zeros_like(sizes)
     while (left := wanted - int(counts.sum())) > 0:
         room = counts < sizes
         shares = torch.where(room, ratios, torch.zeros_like(ratios))
-        if float(shares.sum()) == 0:  # the chosen parameters are full: take the others
+        if float(shares.sum()) == 0:  # the chosen parameters are full: use the others
             shares = room.double()
         counts = torch.minimum(counts + round_counts(shares, left, floor=0), sizes)
     return counts

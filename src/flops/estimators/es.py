@@ -18,10 +18,10 @@ class ES(ParameterNoise):
 
     Args:
         sigma: Noise scale.
-        shared: One draw for the whole batch instead of one for each point.
+        shared: One draw for the whole batch instead of per-point draws.
         noise: Noise of shared draws, and of the isotropic ones among shaped draws.
         baseline: "clean" (the noise-free loss), "none", or "antithetic", which is SPSA.
-        shaping: `Shaping()` puts noise where earlier queries found the gradient; None is isotropic.
+        shaping: `Shaping()` concentrates noise in the learned subspace; None is isotropic.
     """
 
     baseline: Baseline = "clean"
@@ -33,11 +33,10 @@ class ES(ParameterNoise):
             raise ValueError(f"'{self.baseline}' is not one of {list(get_args(Baseline))}")
         if self.shaping is not None and self.baseline == "none":
             raise ValueError(
-                'shaping takes slopes for coordinates of the gradient, which baseline="none" does '
-                'not give: use "clean" or "antithetic"'
+                'shaping needs directional derivatives: use baseline="clean" or "antithetic"'
             )
 
     @property
     def used_baseline(self) -> Baseline:
-        """The chosen one."""
+        """The given baseline."""
         return self.baseline

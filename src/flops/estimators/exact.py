@@ -15,7 +15,7 @@ from flops.passes.batch import Batch
 from flops.passes.binding import Binding
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
-from flops.passes.replay import Passes, nothing
+from flops.passes.replay import Passes, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
 
@@ -26,8 +26,8 @@ BACKWARD = 3.0  # forward equivalents of backpropagation, per point
 class Exact(Estimator):
     """The exact gradient by one backward pass through the whole model.
 
-    It makes no queries (`queries` of its group is not used), has no noise, and covers every use
-    of its parameters.
+    It makes no queries (`queries` of its group is ignored), has no noise, and covers every use of
+    its parameters.
     """
 
     whole_model = True
@@ -35,7 +35,7 @@ class Exact(Estimator):
     reads_clean = False
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> WholeModel:
-        """Remember the parameters."""
+        """Bind the parameters."""
         return WholeModel(selection)
 
     def begin(self, binding: WholeModel, queries: Queries, runner: Runner) -> Estimation:
@@ -44,7 +44,7 @@ class Exact(Estimator):
 
 
 class _Backward(Estimation):
-    """Backpropagates in the first phase: what cannot be differentiated must fail there."""
+    """Backpropagates in phase 1, where models that are not differentiable must fail."""
 
     partial = True
 
@@ -84,19 +84,19 @@ class _Backward(Estimation):
 def _backpropagate(
     parameters: Sequence[nn.Parameter], begin: int, end: int, size: int, runner: Runner
 ) -> tuple[Sequence[Tensor | None], Tensor]:
-    """Exact gradients of some points' part of the mean loss, and their losses."""
+    """Gradients of some points' part of the mean loss, and their losses."""
     runner.charge(BACKWARD * size)
     if begin == end:
         return [None] * len(parameters), torch.empty(0)
-    alone = runner.world_size == 1
+    single = runner.world_size == 1
     with torch.enable_grad():
         passes = runner.passes
-        losses = passes.run(nothing(passes.structure), {}, torch.arange(begin, end))
-        if alone:
+        losses = passes.run(empty_prefix(passes.structure), {}, torch.arange(begin, end))
+        if single:
             check_finite(losses.detach(), "the forward pass")
         if not losses.requires_grad:
             return [None] * len(parameters), losses
-        mean = losses.mean() if alone else losses.sum() / size
+        mean = losses.mean() if single else losses.sum() / size
         return torch.autograd.grad(mean, parameters, allow_unused=True), losses
 
 
@@ -107,12 +107,12 @@ class WholeModel(Binding):
         self.selection = selection
 
     def covers(self, use: Use) -> bool:
-        """Wherever it is."""
+        """Always, for the group's parameters."""
         return use.parameter in {id(p) for p in self.selection.parameters}
 
 
 def exact_gradients(model: nn.Module, batch: Batch) -> Gradients | None:
-    """Backpropagated gradients of the mean loss, or None where the model cannot be."""
+    """Backpropagated gradients of the mean loss; None if it is not differentiable."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():
         losses = batch.losses(model)

@@ -1,4 +1,4 @@
-"""Likelihood ratio (LR): noise on a target's output, watched at the loss.
+"""Likelihood ratio (LR): gradients from noise on module outputs.
 
 The paper's equation 1 for z ~ N(0, sigma^2 I) added to the output of phi:
 
@@ -6,9 +6,9 @@ The paper's equation 1 for z ~ N(0, sigma^2 I) added to the output of phi:
     gradient = (1/B) sum_j D_theta phi(x_j)^T delta_j
 
 delta is accumulated over the queries, so memory does not grow with their number; then one local
-vector-Jacobian product of phi alone is taken at its clean input. What lies before and after phi
-may be anything. With several targets in a group the later inputs are noisy; the clean ones used
-here cost a bias of the order sigma^2, that of the smoothing itself.
+vector-Jacobian product (VJP) of phi is taken at its clean input. Modules before and after phi need
+not be differentiable. With several targets in a group the later inputs are noisy; using the clean
+ones causes a bias of order sigma^2, like the smoothing itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError, PrecisionWarning
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Estimator,
     Perturbation,
     PointPlan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
@@ -51,10 +51,10 @@ from flops.subspace.step import ShapedStep
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
 HALF = (torch.float16, torch.bfloat16)
-HALF_UNITS, LEAST_UNITS = 12, 4  # of sigma in half precision, in units in the last place
+HALF_UNITS, LEAST_UNITS = 12, 4  # default and least sigma in half precision, in ulp
 CHEAP = 0.1  # of a forward pass per point
-FEW = 8  # sites whose noise may be kept as bits
-PIECE = 1 << 12  # noise values of a row that are looked up at once
+FEW = 8  # sites whose noise may be stored as 16-bit codes
+PIECE = 1 << 12  # noise values of a row per lookup
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ class LikelihoodRatio(Estimator):
     """Likelihood-ratio estimator on module outputs.
 
     Args:
-        sigma: Noise scale; None chooses it by the type of the perturbed outputs (`default_sigma`).
-        targets: "block" takes each given module whole, "leaf" splits it into its leaves, "stage"
-            takes the group's modules as one target with one noise site at its end.
-        baseline: "clean" subtracts the noise-free loss (one query per draw), "antithetic" takes
-            pairs +z, -z on the same point (two queries per draw, for large sigma), "none" is the
-            equation to the letter; its variance is useless at small sigma.
+        sigma: Noise scale; None for the default of the outputs' type (`default_sigma`).
+        targets: "block" perturbs the output of each given module, "leaf" those of its leaves,
+            "stage" only that of the group's last module.
+        baseline: "clean" subtracts the noise-free loss (one query per draw), "antithetic" uses
+            pairs +z, -z (two queries per draw, for large sigma), "none" is equation 1 unmodified;
+            too noisy at small sigma.
         noise: "gaussian", "rademacher" or "orthogonal".
-        shaping: `Shaping()` puts noise where earlier queries found the gradient; None is isotropic.
+        shaping: `Shaping()` concentrates noise in the learned subspace; None is isotropic.
         last_tokens: Perturb only the last tokens of each sequence; None for all. For a language
             model whose loss reads the last tokens of rows padded on the left: after the later
             layers these hold nearly all of the gradient, in far fewer dimensions. What the others
             hold is left out of the estimate.
 
-    The mean is the gradient of the loss smoothed by the noise; a query costs the part of a
-    forward pass behind the first noise site.
+    The mean is the gradient of the loss smoothed by the noise; a query costs the part of a forward
+    pass after the first noise site.
     """
 
     sigma: float | None = None
@@ -100,9 +100,11 @@ class LikelihoodRatio(Estimator):
             if value not in allowed:
                 raise ValueError(f"'{value}' is not one of {list(allowed)}")
         if self.shaping is not None and self.baseline == "none":
-            raise ValueError("shaping needs slopes: use baseline='clean' or 'antithetic'")
+            raise ValueError(
+                'shaping needs directional derivatives: use baseline="clean" or "antithetic"'
+            )
         if self.shaping is not None and self.shaping.unbiased and self.noise == "orthogonal":
-            raise ValueError("unbiased shaping needs draws that are independent, not orthogonal")
+            raise ValueError("unbiased shaping needs independent draws, not orthogonal ones")
 
     @property
     def unit(self) -> int:
@@ -110,7 +112,7 @@ class LikelihoodRatio(Estimator):
         return 2 if self.baseline == "antithetic" else 1
 
     def check(self, selection: Selection) -> None:
-        """LR perturbs outputs, so the group must name modules."""
+        """Raise for bare parameters: LR perturbs outputs of modules."""
         if not selection.modules:
             raise CoverageError(
                 f"group '{selection.name}': LikelihoodRatio perturbs the outputs of modules; give "
@@ -118,7 +120,7 @@ class LikelihoodRatio(Estimator):
             )
 
     def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Sites:
-        """Find the noise sites and the local products of the group."""
+        """Find the noise sites and the local VJPs of the group."""
         canonical = {id(module): name for name, module in passes.modules.items()}
         modules = dict(selection.modules)
         if self.targets == "leaf":
@@ -145,7 +147,7 @@ class LikelihoodRatio(Estimator):
         return sites
 
     def verify(self, binding: Sites, passes: Passes) -> None:
-        """The targets' parameters must act through the perturbed outputs alone, row by row."""
+        """The targets' parameters must act only through the perturbed outputs, row by row."""
         check_shared_outputs(binding, passes)
         check_bypass(binding, passes)
 
@@ -159,12 +161,12 @@ class LikelihoodRatio(Estimator):
 
     @property
     def scale(self) -> float:
-        """Sigma, where it is known."""
+        """Sigma, after the default was set."""
         assert self.sigma is not None
         return self.sigma
 
     def derivatives(self, losses: Tensor, clean: Tensor, dtype: torch.dtype) -> Tensor:
-        """Directional derivative w = (l - b) / sigma of each draw; pairs stand side by side."""
+        """Directional derivative w = (l - b) / sigma of each draw; pairs are adjacent."""
         if self.baseline == "antithetic":
             return ((losses[0::2] - losses[1::2]) / 2).to(dtype) / self.scale
         return (losses - clean if self.baseline == "clean" else losses).to(dtype) / self.scale
@@ -174,28 +176,28 @@ def default_sigma(dtype: torch.dtype) -> float:
     """Noise scale for outputs of about unit size.
 
     In single precision 1e-3 is far above rounding and far below curvature. In half precision noise
-    below a few units in the last place is rounded away: twelve of them are best on the bundled ViT
+    below a few units in the last place (ulp) is rounded away: 12 ulp are best on the bundled ViT
     (`python -m benchmarks half`).
     """
     return HALF_UNITS * torch.finfo(dtype).eps if dtype in HALF else 1e-3
 
 
 def _warn_if_lost(sigma: float, dtype: torch.dtype, queries: Queries) -> None:
-    """Warn, once per group, when the outputs cannot hold the noise."""
+    """Warn, once per group, if the noise is rounded away."""
     eps = torch.finfo(dtype).eps
     if dtype in HALF and sigma < LEAST_UNITS * eps and not queries.memory.get("warned_of_sigma"):
         queries.memory["warned_of_sigma"] = True
         warnings.warn(
             f"group '{queries.name}': sigma={sigma:g} is {sigma / eps:.1f} units in the last place "
             f"of {dtype} outputs of size 1 ({eps:.1e} each), so most of the noise is rounded away; "
-            f"use sigma={default_sigma(dtype):.2g}, or leave it out",
+            f"use sigma={default_sigma(dtype):.2g}, or the default None",
             PrecisionWarning,
             stacklevel=users_frame(),
         )
 
 
 class _Isotropic(Estimation):
-    """delta is the mean over the draws of w z; then one local product of each target."""
+    """delta is the mean over the draws of w z; then one local VJP of each target."""
 
     def __init__(
         self, options: LikelihoodRatio, binding: Sites, queries: Queries, runner: Runner
@@ -208,7 +210,7 @@ class _Isotropic(Estimation):
         self._stream = NoiseStream(
             options.noise, queries.key, queries.ids, draws, binding.size, self._device
         )
-        # Bits of many small sites take longer to look up than their rows take to run.
+        # Lookups of many small sites would take longer than their rows.
         self._compact = len(binding.sites) <= FEW
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
         self._counts = self._plan
@@ -232,11 +234,11 @@ class _Isotropic(Estimation):
             edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
-        """Add w z to the deltas of the points."""
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
+        """Add w z to the points' deltas."""
         once = slice(None, None, self._options.unit)
         clean = self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(answer.losses.cpu(), clean, self.dtype)
+        w = self._options.derivatives(results.losses.cpu(), clean, self.dtype)
         weighted = rows.weights[once].to(self.dtype) * w
         accumulate(self._delta, rows.points[once], weighted, self._z)
         return w
@@ -253,19 +255,19 @@ class _Isotropic(Estimation):
             self._delta = runner.sum(self._delta)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The local products of all targets."""
+        """The local VJPs of all targets."""
         binding, energies = self._binding, LeafEnergies(self._binding, self._queries.size, runner)
-        if not energies.closed:  # before anybody who waits for gradients may change a parameter
+        if not energies.closed:  # before a hook may change a parameter
             self._factors = jacobian_energy(binding, self._queries, runner)
         own = None if self._repeat else runner.own_points(self._counts)
         deltas = binding.split(self._delta.mul_(scale / self._queries.size))
         self._delta = torch.empty(0)
-        runner.products(binding, deltas, sink, own, energies.see)
+        runner.local_vjps(binding, deltas, sink, own, energies.see)
         if energies.closed:
             self._factors = runner.max(energies.total)
 
     def finish(self) -> Estimate:
-        """Derivatives, and what turns them into a variance."""
+        """Directional derivatives, and the factors of their variance."""
         directions = self._binding.size if self._options.noise == "orthogonal" else 0
         return Estimate(self._derivatives, self._points, self._factors, directions)
 
@@ -320,41 +322,41 @@ class _Shaped(Estimation):
             edits = self._binding.edits(_signed(z, self._options.unit), self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
-        """Derivatives along unit vectors."""
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
+        """Directional derivatives along unit vectors."""
         once = slice(None, None, self._options.unit)
         clean = self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(answer.losses.cpu(), clean, self.dtype)
+        w = self._options.derivatives(results.losses.cpu(), clean, self.dtype)
         return self._step.scaled(rows.points[once], rows.draws[once], w)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """Estimate every point's delta, and learn."""
+        """Estimate every point's delta, and update the subspace."""
         self._step.collect(values, points)
         self._derivatives, self._points = values, points
-        isotropic = values[self._step.isotropic]  # along a known direction it may well be 0
+        isotropic = values[self._step.isotropic]  # along a known direction it may be 0
         differences = (isotropic * self._options.scale).to(self._queries.losses.dtype)
         warn_if_rounding(self._queries, differences)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The local products of all targets."""
+        """The local VJPs of all targets."""
         binding, size = self._binding, self._queries.size
         self._factors = jacobian_energy(binding, self._queries, runner)
         deltas = binding.split(self._step.delta * (scale / size))
         own = runner.share(size) if runner.world_size > 1 else None
-        runner.products(binding, deltas, sink, own)
+        runner.local_vjps(binding, deltas, sink, own)
 
     def finish(self) -> Estimate:
-        """Derivatives, energies and errors."""
+        """Directional derivatives, energies and errors."""
         return Estimate(self._derivatives, self._points, self._factors, shaped=self._step.shaped)
 
 
 def _signed(z: Tensor, unit: int) -> Tensor:
-    """Noise of the rows, given that of the draws: pairs stand side by side."""
+    """Noise of the rows, given that of the draws; pairs are adjacent."""
     return z if unit == 1 else torch.stack([z, negative(z)], 1).flatten(0, 1)
 
 
 def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> None:
-    """Add sum_i weight_i w_i z_i to the rows of delta; points ascend, so one product does it."""
+    """Add sum_i weight_i w_i z_i to the rows of delta, by one product: points are sorted."""
     first, last = int(points[0]), int(points[-1])
     matrix, whole = delta.new_zeros(last - first + 1, len(points)), z.size(1)
     places = (points - first).to(delta.device).unsqueeze(0)
@@ -366,9 +368,9 @@ def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> No
 
 
 def _repeat(binding: Sites, queries: Queries, runner: Runner) -> bool:
-    """Whether ranks exchange deltas and repeat all local products, rather than gradients.
+    """Whether ranks exchange deltas and repeat all local VJPs, rather than exchange gradients.
 
-    Of the two the smaller one travels; but products that are expensive to repeat never are.
+    The smaller of the two is communicated, but expensive VJPs are never repeated.
     """
     parameters = dict.fromkeys(p for target in binding.local for p in target.parameters)
     smaller = queries.size * binding.size < sum(p.numel() for p in parameters)
@@ -378,10 +380,10 @@ def _repeat(binding: Sites, queries: Queries, runner: Runner) -> bool:
 def _grids(
     shaping: Shaping, binding: Sites, queries: Queries, passes: Passes, device: torch.device
 ) -> tuple[list[Grid], Tensor | None]:
-    """The sites as grids, and where noise matters.
+    """The sites as grids, and a mask of the noise that has an effect.
 
-    Positions are not aligned where a mask says which of them a point has, or where their number
-    has changed from batch to batch.
+    Positions are not aligned if there is a padding mask, or if their number has changed between
+    batches.
     """
     found = passes.batch.named(shaping.mask)
     lengths = queries.memory.get("positions", ())

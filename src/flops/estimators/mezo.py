@@ -1,12 +1,12 @@
 """MeZO: memory-efficient zeroth-order fine-tuning.
 
 Malladi et al., "Fine-tuning language models with just forward passes", 2023. One Gaussian draw on
-all parameters, shared by the batch; two queries; noise from a seed, made anew where it is needed.
+all parameters, shared by the batch; two queries; noise is regenerated from its seed.
 
-What differs from the authors' loop: parameters are not restored by subtracting the noise again
-(which drifts), but never written to; and any optimizer can use the estimate in ``.grad``. Beyond
-that gradient, memory is that of inference and a perturbed copy of one module. The authors' own
-update, in place and without a gradient, is `flops.optim.ZerothOrderSGD`.
+Unlike in the authors' loop, parameters are never modified, instead of restored by subtracting the
+noise (which drifts), and any optimizer can use the estimate in ``.grad``. Besides that gradient,
+memory is that of inference and a perturbed copy of one module. The authors' update, in place and
+without a gradient, is `flops.optim.ZerothOrderSGD`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ QUERIES = 2
 
 @dataclass(frozen=True)
 class MeZO(SPSA):
-    """SPSA with draws that the batch shares; `Group(model, MeZO(), queries=2)` is the authors'.
+    """SPSA with shared draws; `Group(model, MeZO(), queries=2)` is the authors' method.
 
-    More queries average several draws, which the paper behind this library calls n-SPSA.
+    More queries average several draws (n-SPSA, in the paper behind this library).
 
     Args:
         sigma: Noise scale (the authors' epsilon).

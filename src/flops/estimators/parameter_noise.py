@@ -1,11 +1,10 @@
-"""Noise on the parameters: what ES, SPSA, MeZO and n-SPSA have in common.
+"""Noise on parameters: the common part of ES, SPSA, MeZO and n-SPSA.
 
 The paper's equation 2 for z ~ N(0, sigma^2 I) added to the parameters:
 
     g = (1/B) sum_j (1/A_j) sum_i (l_ij - b_j) z_ij / sigma^2
 
-Draws are independent per point (here; shaped ones in `shaped_parameters`), or shared by the batch
-(`shared_parameters`).
+Draws are per point (here; shaped ones in `shaped_parameters`), or shared (`shared_parameters`).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Estimator,
     Perturbation,
     PointPlan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
@@ -37,14 +36,14 @@ from flops.passes.intercept import Action, Forward
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
-from flops.perturb.parameter_calls import Entry, Unit, Units, find_units
+from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls, find_parameter_calls
 from flops.perturb.random import Kind, NoiseStream, SharedKind
 from flops.perturb.rowwise import (
     RowNoise,
     batch_first,
     is_rank_one,
-    thin_of,
-    thin_products,
+    rowwise_product_of,
+    rowwise_products,
     used_tokens,
 )
 from flops.subspace.config import Shaping
@@ -58,12 +57,12 @@ class ParameterNoise(Estimator):
 
     Args:
         sigma: Noise scale.
-        shared: One draw for the whole batch (as in MeZO) instead of one for each point. The
-            points' errors are then correlated, so counts must be equal.
-        noise: Noise of shared draws, "gaussian" or "rademacher". Independent draws are signs,
-            of rank one for matrices.
-        shaping: `Shaping()` puts noise where earlier queries found the gradient, for groups of few
-            parameters (prompts, adapters) with independent draws; None is isotropic.
+        shared: One draw for the whole batch (as in MeZO) instead of per-point draws. The points'
+            errors are then correlated, so counts must be equal.
+        noise: Noise of shared draws, "gaussian" or "rademacher". Per-point draws are signs, of
+            rank one for matrices.
+        shaping: `Shaping()` concentrates noise in the learned subspace, for groups of few
+            parameters (prompts, adapters) with per-point draws; None is isotropic.
     """
 
     sigma: float = 1e-3
@@ -78,18 +77,16 @@ class ParameterNoise(Estimator):
         if self.noise not in ("gaussian", "rademacher"):
             raise ValueError(f"'{self.noise}' is not one of ['gaussian', 'rademacher']")
         if self.shaping is not None and self.shared:
-            raise ValueError(
-                "shaping needs draws of each point's own, not shared=True: leave one of them out"
-            )
+            raise ValueError("shaping needs per-point draws: use shared=False")
 
     @property
     @abstractmethod
     def used_baseline(self) -> Baseline:
-        """What a draw is compared with."""
+        """The baseline of a draw."""
 
     @property
     def _isotropic(self) -> Kind:
-        """Kind of the isotropic queries among shaped ones."""
+        """Distribution of the isotropic draws among shaped ones."""
         return self.noise
 
     @property
@@ -99,33 +96,33 @@ class ParameterNoise(Estimator):
 
     @property
     def reads_clean(self) -> bool:
-        """Pairs of the whole batch need no clean loss."""
+        """Shared antithetic pairs need no clean loss."""
         return not (self.shared and self.used_baseline == "antithetic")
 
     @property
     def seeded(self) -> bool:
-        """Shared draws are."""
+        """Whether draws are shared."""
         return self.shared
 
     @property
     def kind(self) -> Kind:
-        """Noise of draws that are a point's own."""
+        """Distribution of per-point draws."""
         return self._isotropic if self.shaping is not None else "rademacher"
 
-    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> Units:
-        """Find the calls around which the parameters are perturbed."""
-        rowwise = () if self.shared else tuple(thin_products())
-        units = find_units(selection, passes, reuse, rowwise)
+    def bind(self, selection: Selection, passes: Passes, reuse: bool) -> ParameterCalls:
+        """Find the calls during which parameters are perturbed."""
+        rowwise = () if self.shared else tuple(rowwise_products())
+        calls = find_parameter_calls(selection, passes, reuse, rowwise)
         if self.shaping is not None:
-            check_size(selection.name, units)
-        return units
+            check_size(selection.name, calls)
+        return calls
 
-    def verify(self, binding: Units, passes: Passes) -> None:
-        """A table that all points share can be perturbed if the model keeps the rows apart."""
+    def verify(self, binding: ParameterCalls, passes: Passes) -> None:
+        """Tables that all points share must broadcast over the rows, independently."""
         if not self.shared:
             _check_rows(binding, passes)
 
-    def begin(self, binding: Units, queries: Queries, runner: Runner) -> Estimation:
+    def begin(self, binding: ParameterCalls, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
         if self.shaping is not None:
             return ShapedParameters(self, self.shaping, binding, queries)
@@ -134,37 +131,37 @@ class ParameterNoise(Estimator):
         return _Pointwise(self, binding, queries)
 
     def derivatives(self, losses: Tensor, clean: Tensor) -> Tensor:
-        """Directional derivative w = (l - b) / sigma of each draw; pairs stand side by side."""
+        """Directional derivative w = (l - b) / sigma of each draw; pairs are adjacent."""
         if self.used_baseline == "antithetic":
             return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
         return (losses - (clean if self.used_baseline == "clean" else 0.0)) / self.sigma
 
     def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None:
-        """Warn if the loss differences behind these derivatives drown in rounding."""
+        """Warn if the loss differences of these derivatives are dominated by rounding."""
         if self.used_baseline != "none":
             warn_if_rounding(queries, (derivatives * self.sigma).to(queries.losses.dtype), loss)
 
 
-def _layout(units: Units) -> tuple[list[Entry], int]:
+def _layout(calls: ParameterCalls) -> tuple[list[Entry], int]:
     entries, offset = [], 0
-    for unit in units.units:
-        for path, parameter in unit.parameters.items():
+    for called in calls.modules:
+        for path, parameter in called.parameters.items():
             out, rest = parameter.numel(), 0
-            if is_rank_one(unit.module, parameter):
+            if is_rank_one(called.module, parameter):
                 out, rest = parameter.size(0), parameter[0].numel()
-            entries.append(Entry(unit, path, parameter, offset, out, rest))
+            entries.append(Entry(called, path, parameter, offset, out, rest))
             offset += out + rest
     return entries, offset
 
 
 class _Pointwise(Estimation):
-    """The sum of w z is formed as the answers come: noise of rank one is never spread out."""
+    """The sum of w z is accumulated over chunks; rank-one noise is never materialised."""
 
     partial = True
 
-    def __init__(self, options: ParameterNoise, units: Units, queries: Queries) -> None:
-        self._options, self._units, self._queries = options, units, queries
-        self._entries, size = _layout(units)
+    def __init__(self, options: ParameterNoise, calls: ParameterCalls, queries: Queries) -> None:
+        self._options, self._calls, self._queries = options, calls, queries
+        self._entries, size = _layout(calls)
         self.dtype = torch.promote_types(torch.float32, self._entries[0].parameter.dtype)
         self._device = self._entries[0].parameter.device
         self._gradients = {
@@ -176,7 +173,7 @@ class _Pointwise(Estimation):
             "rademacher", queries.key, queries.ids, draws, size, self._device
         )
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
-        self._sizes = torch.full((queries.size,), float(units.size))
+        self._sizes = torch.full((queries.size,), float(calls.size))
         self._z, self._seen = torch.empty(0), dict[str, Tensor]()
         self._derivatives, self._points = torch.empty(0), torch.empty(0)
 
@@ -186,29 +183,29 @@ class _Pointwise(Estimation):
         return plan
 
     def ask(self, rows: Rows) -> Perturbation:
-        """Signs on the parameters of every row, by thin products."""
+        """Signs on the parameters of every row, by row-wise products."""
         once, unit = slice(None, None, self._options.unit), self._options.unit
         z = self._stream.buffered(rows.points[once], rows.draws[once])
         self._z, self._seen = z.to(self._device, self.dtype), {}  # (draws, size)
         scale = (self._options.sigma * rows.signs).to(self._z).unsqueeze(1)  # (R, 1)
         noisy = self._z.repeat_interleave(unit, 0) if unit > 1 else self._z
-        structure = self._units.structure
+        structure = self._calls.structure
         around = _perturb_rows(structure, self._entries, noisy, self._seen, scale)
-        return Perturbation(self._units.prefix, around=around)
+        return Perturbation(self._calls.prefix, around=around)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Add w z to the gradients."""
         once = slice(None, None, self._options.unit)
         at, clean = rows.points[once], self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(answer.losses.cpu(), clean).to(self.dtype)
+        w = self._options.derivatives(results.losses.cpu(), clean).to(self.dtype)
         weighted = rows.weights[once].to(self.dtype) * w / self._queries.size
-        self._sizes[at] = float(self._units.size)
+        self._sizes[at] = float(self._calls.size)
         for entry in self._entries:
-            used = self._seen.get(entry.unit.name)
+            used = self._seen.get(entry.called.name)
             if used is not None:  # the rest of the table is not part of the estimate
                 used = used[once]
                 read = entry.rest * used.sum(1, dtype=torch.float32).cpu()
-                self._sizes[at] += read - entry.unit.size(entry.path)
+                self._sizes[at] += read - entry.called.size(entry.path)
             total = self._gradients[entry.parameter]
             _add(total, entry, self._z, weighted.to(self._device), used)
         return w
@@ -217,7 +214,7 @@ class _Pointwise(Estimation):
         """Keep the derivatives for the variance."""
         self._derivatives, self._points, self._z = values, points, torch.empty(0)
         self._stream.forget()
-        self._sizes = -runner.max(-self._sizes)  # who ran a row knows which tokens it reads
+        self._sizes = -runner.max(-self._sizes)  # tokens of a row are known where it ran
         self._options.warn(self._queries, values)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
@@ -229,7 +226,7 @@ class _Pointwise(Estimation):
             sink.complete([parameter])
 
     def finish(self) -> Estimate:
-        """Derivatives, and the number of perturbed values behind each point's."""
+        """Directional derivatives, and the number of perturbed values of each point."""
         return Estimate(self._derivatives, self._points, self._sizes)
 
 
@@ -241,41 +238,47 @@ def _perturb_rows(
     scale: Tensor | float = 1.0,
 ) -> dict[int, Action]:
     around: dict[int, Action] = {}
-    for unit in {entry.unit.name: entry.unit for entry in entries}.values():
-        parts = {e.path: e.noise(noise, scale) for e in entries if e.unit is unit}
-        for number in unit.calls:
-            around[number] = _thin_action(unit, structure.calls[number], parts, seen)
+    for called in {entry.called.name: entry.called for entry in entries}.values():
+        parts = {e.path: e.noise(noise, scale) for e in entries if e.called is called}
+        for number in called.calls:
+            around[number] = _rowwise_action(called, structure.calls[number], parts, seen)
     return around
 
 
-def _thin_action(unit: Unit, call: Call, parts: RowNoise, seen: dict[str, Tensor]) -> Action:
+def _rowwise_action(
+    called: CalledModule, call: Call, parts: RowNoise, seen: dict[str, Tensor]
+) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if type(unit.module) is nn.Embedding:
+        if type(called.module) is nn.Embedding:
             a, _ = parts["weight"]
-            mask = used_tokens(unit.module, batch_first(args, kwargs, len(a), call)).to(a)
-            seen[unit.name] = torch.maximum(seen.get(unit.name, mask), mask)
-        with unit.clean_padding():
-            return thin_of(unit.module)(unit.module, forward, args, kwargs, parts, call)
+            mask = used_tokens(called.module, batch_first(args, kwargs, len(a), call)).to(a)
+            seen[called.name] = torch.maximum(seen.get(called.name, mask), mask)
+        with called.clean_padding():
+            return rowwise_product_of(called.module)(
+                called.module, forward, args, kwargs, parts, call
+            )
 
     return action
 
 
-def _check_rows(units: Units, passes: Passes) -> None:
-    """A table that all points share is spread over the rows, if the model keeps them apart."""
-    calls = [units.structure.calls[number] for unit in units.units for number in unit.calls]
-    tables = {c.name for c in calls if any(leaf.axis is None for _, leaf in c.tensors)}
-    entries, size = _layout(units)
+def _check_rows(calls: ParameterCalls, passes: Passes) -> None:
+    """Tables that all points share must broadcast over the rows, independently."""
+    recorded = [
+        calls.structure.calls[number] for called in calls.modules for number in called.calls
+    ]
+    tables = {c.name for c in recorded if any(leaf.axis is None for _, leaf in c.tensors)}
+    entries, size = _layout(calls)
     device = entries[0].parameter.device
 
     def perturb(scale: Tensor) -> dict[str, Any]:
         signs = NoiseStream("rademacher", (), [0], [len(scale)], size, device)
         noise = signs.take(0, 0, len(scale)) * scale.to(device).unsqueeze(1)
-        return {"around": _perturb_rows(units.structure, entries, noise / 10, {})}
+        return {"around": _perturb_rows(calls.structure, entries, noise / 10, {})}
 
-    if tables and not passes.rows_apart(perturb):
+    if tables and not passes.rows_are_independent(perturb):
         raise CoverageError(
-            f"the output of {sorted(tables)} has no batch axis, and the model "
-            "does not take one, so it cannot be perturbed point by point; use shared=True"
+            f"the output of {sorted(tables)} has no batch axis, and the model does "
+            "not broadcast over one, so it cannot be perturbed point by point; use shared=True"
         )
 
 

@@ -1,15 +1,15 @@
-"""ES and SPSA with shaped noise: noise where the gradient of small parameters lives.
+"""ES and SPSA with shaped noise, for groups of few parameters.
 
-Noise goes on the group's parameters (a prompt, an adapter) laid side by side in one row, which
-each point has for itself; the directions that are measured are dense, so every row runs with
-parameters of its own. The noise is then the parameters' own, and no local product is needed:
+Per-point noise is added to the group's concatenated parameters (a prompt, an adapter). Measured
+directions are dense, so every row runs with its own parameters. Deltas are gradients with respect
+to the parameters, and no local VJP is needed:
 
-    gradient = (1/B) sum_j delta_j, cut back into parameters
+    gradient = (1/B) sum_j delta_j, split into parameters
 
-A parameter is a grid (tokens x channels for a prompt, outputs x inputs for a Linear), for its two
-moments are learned from far fewer queries than one over all pairs of its values. But grids know
-nothing of each other, so several parameters that are few values together are one flat grid.
-A row must be small: what is kept, for each point, is a whole gradient.
+A parameter is a grid (tokens x channels for a prompt, outputs x inputs for a Linear), because its
+two moments are learned from far fewer queries than one over all pairs of its values. But grids are
+uncorrelated by construction, so several small parameters form one flat grid. A row must be small:
+there is one full gradient per point in memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.estimators.base import (
-    Answer,
     Estimate,
     Estimation,
     Perturbation,
     PointPlan,
     Queries,
+    RowResults,
     Rows,
     Runner,
     Sink,
 )
 from flops.passes.intercept import Action, Forward
-from flops.perturb.parameter_calls import Entry, Unit, Units
+from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls
 from flops.perturb.random import Kind
 from flops.perturb.rowwise import batch_first, generic, used_tokens
 from flops.subspace.basis import Grid, Space
@@ -41,22 +41,22 @@ from flops.subspace.config import Shaping
 from flops.subspace.step import ShapedStep
 
 LARGEST = 65_536  # noise values of a row
-FLAT = 512  # up to which several parameters are one grid; its moment costs the cube of that
+FLAT = 512  # values up to which several parameters are one grid; its moment costs their cube
 
 
-def check_size(group: str, units: Units) -> None:
-    """Refuse a group whose rows are too long."""
-    size = sum(entry.out for entry in _side_by_side(units))
+def check_size(group: str, calls: ParameterCalls) -> None:
+    """Raise if a group has too many parameters."""
+    size = sum(entry.out for entry in _side_by_side(calls))
     if size > LARGEST:
         raise CoverageError(
-            f"group '{group}': shaped noise on parameters is a row of {size:,} values for each "
+            f"group '{group}': shaped noise on parameters takes a row of {size:,} values for each "
             f"point here, and at most {LARGEST:,} are allowed; use LikelihoodRatio with shaping, "
-            "whose noise is as large as an output, or no shaping"
+            "whose noise has the size of an output, or no shaping"
         )
 
 
 class ShapedNoise(Protocol):
-    """What shaped draws need to know of their estimator."""
+    """Options of the estimator that shaped draws use."""
 
     @property
     def sigma(self) -> float: ...  # noqa: D102
@@ -73,18 +73,18 @@ class ShapedNoise(Protocol):
 
 
 class ShapedParameters(Estimation):
-    """Shaped queries, then the mean of what they found over the points."""
+    """Shaped queries, then the mean of the points' estimates."""
 
     def __init__(
-        self, options: ShapedNoise, shaping: Shaping, units: Units, queries: Queries
+        self, options: ShapedNoise, shaping: Shaping, calls: ParameterCalls, queries: Queries
     ) -> None:
-        self._options, self._units, self._queries = options, units, queries
-        self._entries = _side_by_side(units)
+        self._options, self._calls, self._queries = options, calls, queries
+        self._entries = _side_by_side(calls)
         self.dtype = torch.promote_types(torch.float32, self._entries[0].parameter.dtype)
-        self._felt = _Felt(self._entries, queries.size)
+        self._support = _Support(self._entries, queries.size)
         grids = _grids(self._entries)
         names = (
-            [f"{e.unit.name}.{e.path}".lstrip(".") for e in self._entries]
+            [f"{e.called.name}.{e.path}".lstrip(".") for e in self._entries]
             if len(grids) > 1
             else [queries.name]
         )
@@ -97,7 +97,7 @@ class ShapedParameters(Estimation):
             names,
             queries.key,
             queries.ids,
-            device=self._felt.mask.device,
+            device=self._support.mask.device,
         )
         self._step = ShapedStep(
             space, shaping, queries.memory, queries.counts, queries.losses, queries.decide
@@ -111,33 +111,33 @@ class ShapedParameters(Estimation):
         return plan
 
     def ask(self, rows: Rows) -> Perturbation:
-        """Every row runs with parameters of its own."""
+        """Every row runs with its own parameters."""
         once, unit = slice(None, None, self._options.unit), self._options.unit
         z = self._step.rows(rows.points[once], rows.draws[once])
         signed = z if unit == 1 else torch.stack([z, -z], 1).flatten(0, 1)
-        noise = self._options.sigma * self._felt.without_padding(signed)
-        around = _perturb(self._units, self._entries, noise, rows.points, self._felt)
-        return Perturbation(self._units.prefix, around=around)
+        noise = self._options.sigma * self._support.without_padding(signed)
+        around = _perturb(self._calls, self._entries, noise, rows.points, self._support)
+        return Perturbation(self._calls.prefix, around=around)
 
-    def tell(self, rows: Rows, answer: Answer) -> Tensor:
-        """Derivatives along unit vectors."""
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
+        """Directional derivatives along unit vectors."""
         once = slice(None, None, self._options.unit)
         clean = self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(answer.losses.cpu(), clean).to(self.dtype)
+        w = self._options.derivatives(results.losses.cpu(), clean).to(self.dtype)
         return self._step.scaled(rows.points[once], rows.draws[once], w)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """Estimate every point's gradient, and learn."""
+        """Estimate every point's gradient, and update the subspace."""
         self._step.collect(values, points)
         self._derivatives, self._points = values, points
-        self._felt.mask = runner.max(self._felt.mask)  # who ran a row knows which tokens it reads
-        # Measured where it may well be 0: take the size of isotropic ones.
+        self._support.mask = runner.max(self._support.mask)  # known where a row ran
+        # Derivatives along known directions may be 0: use the size of isotropic ones.
         self._options.warn(self._queries, self._step.shaped.energy[points].sqrt())
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The mean over the points, cut into parameters."""
-        mean = (self._step.delta * self._felt.mask).mean(0, keepdim=True)  # (1, dimensions)
-        last = {entry.parameter: entry for entry in self._entries}  # a tied one has several places
+        """The mean over the points, split into parameters."""
+        mean = (self._step.delta * self._support.mask).mean(0, keepdim=True)  # (1, dimensions)
+        last = {entry.parameter: entry for entry in self._entries}  # a tied one has several entries
         for entry in self._entries:
             part = entry.cut(mean).reshape(entry.parameter.shape)
             sink.add(entry.parameter, part * scale)
@@ -145,16 +145,16 @@ class ShapedParameters(Estimation):
                 sink.complete([entry.parameter])
 
     def finish(self) -> Estimate:
-        """Derivatives, energies and errors."""
-        sizes = self._felt.mask.sum(1).cpu()
+        """Directional derivatives, energies and errors."""
+        sizes = self._support.mask.sum(1).cpu()
         return Estimate(self._derivatives, self._points, sizes, shaped=self._step.shaped)
 
 
-def _side_by_side(units: Units) -> list[Entry]:
+def _side_by_side(calls: ParameterCalls) -> list[Entry]:
     entries, offset = [], 0
-    for unit in units.units:
-        for path, parameter in unit.parameters.items():
-            entries.append(Entry(unit, path, parameter, offset, parameter.numel(), 0))
+    for called in calls.modules:
+        for path, parameter in called.parameters.items():
+            entries.append(Entry(called, path, parameter, offset, parameter.numel(), 0))
             offset += parameter.numel()
     return entries
 
@@ -167,65 +167,70 @@ def _grids(entries: list[Entry], flat: int = FLAT) -> list[Grid]:
 
 
 def _positions(shape: torch.Size) -> int:
-    """Where a shape is cut into positions and channels: so that the two moments are smallest."""
+    """Number of positions of a parameter's grid, so that the two moments are smallest."""
     cuts = [math.prod(shape[:axis]) for axis in range(max(1, len(shape)))]
     return min(cuts, key=lambda n: n + math.prod(shape) // n)
 
 
-class _Felt:
-    """Which noise a point's loss can feel: not that on tokens it does not read, or on padding.
+class _Support:
+    """Noise entries that affect a point's loss: not those of tokens it does not read, or padding.
 
     Attributes:
-        mask: 1 where it can, shape (B, dimensions); tokens are filled in as the queries run.
+        mask: 1 for these entries, shape (B, dimensions); tokens are filled in as queries run.
     """
 
     def __init__(self, entries: list[Entry], size: int) -> None:
-        self._entries = {(e.unit.name, e.path): e for e in entries}
+        self._entries = {(e.called.name, e.path): e for e in entries}
         device = entries[0].parameter.device
         self._noisy = torch.ones(entries[-1].offset + entries[-1].out, device=device)
         self.mask = torch.ones(size, len(self._noisy), device=device)
         for e in entries:
             columns = self._noisy[e.offset : e.offset + e.out].view(e.parameter.shape)
-            if e.path in e.unit.padding:
-                columns[e.unit.padding[e.path]] = 0
-            if type(e.unit.module) is nn.Embedding:
+            if e.path in e.called.padding:
+                columns[e.called.padding[e.path]] = 0
+            if type(e.called.module) is nn.Embedding:
                 self.mask[:, e.offset : e.offset + e.out] = 0
         self.mask *= self._noisy
 
     def without_padding(self, noise: Tensor) -> Tensor:
-        """Noise without that on rows of padding, which do not learn."""
+        """Noise with zeros on padding rows, which are not trained."""
         return noise * self._noisy.to(noise)
 
-    def reads(self, unit: Unit, points: Tensor, ids: Tensor) -> None:
-        """The rows of these points look these tokens up."""
-        assert isinstance(unit.module, nn.Embedding)
-        entry = self._entries[unit.name, "weight"]
-        read = used_tokens(unit.module, ids).to(self.mask.device)  # (R, V)
-        wide = read.repeat_interleave(unit.module.embedding_dim, 1)
+    def reads(self, called: CalledModule, points: Tensor, ids: Tensor) -> None:
+        """Record the tokens that the rows of these points look up."""
+        assert isinstance(called.module, nn.Embedding)
+        entry = self._entries[called.name, "weight"]
+        read = used_tokens(called.module, ids).to(self.mask.device)  # (R, V)
+        wide = read.repeat_interleave(called.module.embedding_dim, 1)
         columns = slice(entry.offset, entry.offset + entry.out)
         self.mask[points, columns] = torch.maximum(self.mask[points, columns], wide)
 
 
 def _perturb(
-    units: Units, entries: list[Entry], noise: Tensor, points: Tensor, felt: _Felt
+    calls: ParameterCalls, entries: list[Entry], noise: Tensor, points: Tensor, support: _Support
 ) -> dict[int, Action]:
     around: dict[int, Action] = {}
-    for unit in units.units:
-        parts = {e.path: e.noise(noise) for e in entries if e.unit is unit}
-        for number in unit.calls:
-            around[number] = _action(units, unit, number, parts, points, felt)
+    for called in calls.modules:
+        parts = {e.path: e.noise(noise) for e in entries if e.called is called}
+        for number in called.calls:
+            around[number] = _action(calls, called, number, parts, points, support)
     return around
 
 
 def _action(
-    units: Units, unit: Unit, number: int, parts: dict[str, Tensor], points: Tensor, felt: _Felt
+    calls: ParameterCalls,
+    called: CalledModule,
+    number: int,
+    parts: dict[str, Tensor],
+    points: Tensor,
+    support: _Support,
 ) -> Action:
-    call = units.structure.calls[number]
+    call = calls.structure.calls[number]
 
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if type(unit.module) is nn.Embedding:
-            felt.reads(unit, points, batch_first(args, kwargs, len(points), call))
-        with unit.clean_padding():
-            return generic(unit.module, forward, args, kwargs, parts, call)
+        if type(called.module) is nn.Embedding:
+            support.reads(called, points, batch_first(args, kwargs, len(points), call))
+        with called.clean_padding():
+            return generic(called.module, forward, args, kwargs, parts, call)
 
     return action

@@ -1,10 +1,9 @@
-"""Parameter noise that the whole batch shares: MeZO's seed trick.
+"""Shared parameter noise: MeZO's seed trick.
 
-Noise is made anew from its key whenever it is wanted, piece by piece, and a module's parameters
-point to their perturbed copy only while it runs. So beside the model there is at most that copy of
-one module; the parameters themselves are never written to and come back bit-exact; and a gradient
-is keys and scalars until somebody wants it as a tensor. Small groups keep their noise for the step,
-and are perturbed as a whole.
+Noise is regenerated from its key piece by piece, and a module's parameters point to a perturbed
+copy only while it runs. So besides the model there is at most the copy of one module; the
+parameters are never modified, and restored bit-exactly; and a gradient is keys and scalars until it
+is needed as a tensor. Small groups cache their noise, and are perturbed during the whole pass.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from flops.estimators.base import (
     Sink,
 )
 from flops.passes.intercept import Action, Forward
-from flops.passes.replay import nothing
+from flops.passes.replay import empty_prefix
 from flops.perturb.draws import Draws, DrawShape, shifted
-from flops.perturb.parameter_calls import Unit, Units
+from flops.perturb.parameter_calls import CalledModule, ParameterCalls
 from flops.perturb.random import SharedKind, fill
 
 
 class SharedNoise(Protocol):
-    """What shared draws need to know of their estimator."""
+    """Options of the estimator that shared draws use."""
 
     @property
     def sigma(self) -> float: ...  # noqa: D102
@@ -54,42 +53,42 @@ class SharedNoise(Protocol):
 
 
 class SharedEstimation(Estimation):
-    """Mean losses of the batch under each draw, then the sum of w z, parameter by parameter."""
+    """Mean losses of the batch under each draw, then the mean of w z."""
 
-    def __init__(self, options: SharedNoise, units: Units, queries: Queries) -> None:
-        self._options, self._units, self._queries = options, units, queries
+    def __init__(self, options: SharedNoise, calls: ParameterCalls, queries: Queries) -> None:
+        self._options, self._calls, self._queries = options, calls, queries
         self.dtype = queries.losses.dtype
         self._draws = int(queries.counts[0]) // options.unit
-        self._shape = DrawShape(units.parameters, units.padding)
-        self._kept: dict[int, Tensor] = {}  # the latest draw of a small group
-        # Without a clean pass there is nothing to replay.
-        recorded = units.prefix.needed <= queries.recorded
-        self._prefix = units.prefix if recorded else nothing(units.structure)
+        self._shape = DrawShape(calls.parameters, calls.padding)
+        self._kept: dict[int, Tensor] = {}  # the last draw of a small group
+        # Nothing can be replayed without a clean pass.
+        recorded = calls.prefix.needed <= queries.recorded
+        self._prefix = calls.prefix if recorded else empty_prefix(calls.structure)
         self._planned = False
         self._derivatives = torch.empty(0)
         self._loss = float("nan")
 
     def plan(self) -> BatchPlan | None:
-        """Every draw with each of its signs."""
+        """All draws, with each of their signs."""
         if self._planned:
             return None
         self._planned = True
         return BatchPlan([self._prefix] * (self._draws * self._options.unit))
 
     def ask(self, rows: Rows) -> Perturbation:
-        """The whole model shifted along one draw."""
+        """All parameters shifted along one draw."""
         draw, second = divmod(int(rows.draws[0]), self._options.unit)
         alpha = -self._options.sigma if second else self._options.sigma
         around: dict[int, Action] = {}
-        if self._shape.small and self._units.root is not None:
-            around[self._units.root] = self._shift_all(draw, alpha)
+        if self._shape.small and self._calls.root is not None:
+            around[self._calls.root] = self._shift_all(draw, alpha)
         else:
-            for unit in self._units.units:
-                around.update(dict.fromkeys(unit.calls, self._shift(unit, draw, alpha)))
+            for called in self._calls.modules:
+                around.update(dict.fromkeys(called.calls, self._shift(called, draw, alpha)))
         return Perturbation(self._prefix, around=around)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """One derivative per draw, from the mean losses of the batch."""
+        """One directional derivative per draw, from the mean losses of the batch."""
         means = values.view(-1, self._queries.size).mean(1)
         clean = self._queries.losses.mean().cpu()
         self._derivatives = self._options.derivatives(means, clean)
@@ -98,32 +97,32 @@ class SharedEstimation(Estimation):
         self._options.warn(self._queries, self._derivatives, loss)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The sum over the draws of w z, as keys and scalars."""
+        """The mean over the draws of w z, as keys and scalars."""
         weights = tuple(w * scale / self._draws for w in self._derivatives.tolist())
         key = self._queries.key
         sink.add_draws(Draws(self._options.noise, key, weights, self._shape, self._kept))
 
     def finish(self) -> Estimate:
-        """One derivative per draw, and the mean loss."""
+        """Directional derivatives and the mean loss."""
         parameters, padding = self._shape.parameters, self._shape.padding
         size = self._shape.offsets[-1] - sum(parameters[i][0].numel() for i in padding)
         return Estimate(self._derivatives, None, float(size), loss=self._loss)
 
     @cached_property
     def _starts(self) -> dict[nn.Parameter, int]:
-        """Where each parameter begins in a draw."""
+        """Start of each parameter in a draw."""
         return dict(zip(self._shape.parameters, self._shape.offsets, strict=False))
 
-    def _shift(self, unit: Unit, draw: int, alpha: float) -> Action:
-        """Parameters of a unit point to perturbed copies while it runs."""
+    def _shift(self, called: CalledModule, draw: int, alpha: float) -> Action:
+        """Parameters of a module point to perturbed copies while it runs."""
         kind, key = self._options.noise, (*self._queries.key, draw)
 
         def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            saved = [(p, p.data) for p in unit.parameters.values()]
+            saved = [(p, p.data) for p in called.parameters.values()]
             try:
-                with unit.clean_padding() if unit.lookups else nullcontext():
-                    for path, p in unit.parameters.items():
-                        padding = unit.padding.get(path)
+                with called.clean_padding() if called.lookups else nullcontext():
+                    for path, p in called.parameters.items():
+                        padding = called.padding.get(path)
                         p.data = shifted(p.data, kind, key, alpha, self._starts[p], padding)
                     return forward(*args, **kwargs)
             finally:
@@ -133,7 +132,7 @@ class SharedEstimation(Estimation):
         return action
 
     def _shift_all(self, draw: int, alpha: float) -> Action:
-        """As above for all parameters at once, around the whole model."""
+        """All parameters point to perturbed copies during the whole pass."""
         parameters = self._shape.parameters
 
         def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,7 +149,7 @@ class SharedEstimation(Estimation):
         return action
 
     def _noise(self, draw: int) -> tuple[Tensor, ...]:
-        """Of each parameter of a small group."""
+        """Noise of each parameter of a small group."""
         if draw not in self._kept:
             self._kept.clear()
             key = (*self._queries.key, draw)
@@ -159,7 +158,7 @@ class SharedEstimation(Estimation):
 
     @cached_property
     def _row(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Room for a draw of a small group, and the part of each parameter in it."""
+        """Buffer for a draw of a small group, and views of it for each parameter."""
         device, size = self._shape.parameters[0].device, self._shape.offsets[-1]
         row = torch.empty(size, dtype=torch.float32, device=device)
         return row, self._shape.views(row)

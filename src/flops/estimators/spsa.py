@@ -16,20 +16,20 @@ from flops.perturb.random import Kind
 class SPSA(ParameterNoise):
     """g = mean over draws of (l(theta + z) - l(theta - z)) z / (2 sigma^2); two queries per draw.
 
-    With ``shared=False`` and n queries per point this is n-SPSA with independent draws; with
+    With ``shared=False`` and n queries per point this is n-SPSA with per-point draws; with
     ``shared=True`` and two queries it is MeZO.
 
     Args:
         sigma: Noise scale.
-        shared: One draw for the whole batch instead of one for each point.
+        shared: One draw for the whole batch instead of per-point draws.
         noise: Noise of shared draws.
-        shaping: `Shaping()` puts noise where earlier queries found the gradient; None is isotropic.
-            The isotropic ones among shaped draws are signs.
+        shaping: `Shaping()` concentrates noise in the learned subspace; None is isotropic. The
+            isotropic ones among shaped draws are signs.
     """
 
     @property
     def used_baseline(self) -> Baseline:
-        """Pairs."""
+        """Antithetic pairs."""
         return "antithetic"
 
     @property

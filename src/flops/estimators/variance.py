@@ -1,4 +1,4 @@
-"""How noisy an estimate is, from the scalars of the queries alone.
+"""Variance of an estimate from directional derivatives.
 
 One draw of point j has the covariance trace
 
@@ -9,8 +9,8 @@ the number of perturbed parameters for ES and SPSA. The batch gradient's varianc
 (1/B^2) sum_j Tr_j / n_j for n_j draws.
 
 F_j has a closed form for common leaves (for a Linear's weight d_out * sum_t |x_t|^2; the bias adds
-d_out per token). For a block or stage it is one number for all points, from a random local
-product; it varies little over the points and slowly over the steps.
+d_out per token). For a block or stage it is one number for all points, from a random local VJP; it
+varies little over the points and slowly over the steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLOSED_FORMS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 class Collected:
-    """A sink that only sums."""
+    """A sink that sums gradients."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
@@ -49,30 +49,30 @@ class Collected:
         add_gradients(self.gradients, {parameter: gradient})
 
     def add_draws(self, draws: Draws) -> None:
-        """Add a gradient that follows from keys and scalars."""
+        """Add a gradient given as keys and scalars."""
         for parameter, gradient, _ in draws.gradients():
             self.add(parameter, gradient)
 
     def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
-        """Nobody waits for them."""
+        """No-op."""
 
 
 class Energy(Collected):
-    """A sink that keeps the squared length of every gradient that is complete, and no more."""
+    """A sink that only keeps the squared norm of complete gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
 
     def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
-        """Measure them, and let them go."""
+        """Add their squared norms, and free them."""
         for parameter in parameters:
             if parameter in self.gradients:
                 self.total += energy({parameter: self.gradients.pop(parameter)})
 
 
 class LeafEnergies:
-    """Collects F_j = sum over targets of |D_theta phi(x_j)|_F^2 while the local products run."""
+    """Collects F_j = sum over targets of |D_theta phi(x_j)|_F^2 during the local VJPs."""
 
     def __init__(self, sites: Sites, size: int, runner: Runner) -> None:
         modules, calls = runner.passes.modules, sites.structure.calls
@@ -98,7 +98,7 @@ def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
     """|D_theta phi(x)|_F^2 of each row, for the trainable parameters of a leaf, shape (rows,)."""
     weight: Any = module.weight
     bias: Any = getattr(module, "bias", None)
-    # Squares of half precision overflow from 256 on.
+    # Squares overflow in half precision from 256 on.
     wide = torch.promote_types(torch.float32, x.dtype) if x.is_floating_point() else x.dtype
     x = x.detach().to(wide)
     rows, squares = len(x), x
@@ -129,18 +129,18 @@ def leaf_energy(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
-    """Mean over points of |D_theta phi|_F^2, by random local products.
+    """Mean over points of |D_theta phi|_F^2, by random local VJPs.
 
-    For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. One product is noisy, so
-    each of a group's first steps takes one, and their mean is kept.
+    For independent signs u_j, E |sum_j D_j^T u_j|^2 = sum_j |D_j|_F^2. One VJP is noisy, so each of
+    a group's first steps makes one, and their mean is kept.
     """
     total, count = queries.memory.get("jacobian_energy", (0.0, 0))
     if count < ENERGY_STEPS:
         own = runner.share(queries.size)
         deltas = sites.split(_signs(sites, queries, *own))
-        # Gradients that several ranks have a part of are summed before they are measured.
+        # Partial gradients are summed over the ranks before their norm is taken.
         found = Energy() if runner.world_size == 1 else Collected()
-        runner.products(sites, deltas, found, own)
+        runner.local_vjps(sites, deltas, found, own)
         if isinstance(found, Energy):
             now = found.total
         else:
@@ -166,26 +166,26 @@ def _signs(sites: Sites, queries: Queries, first: int, last: int) -> Tensor:
 
 
 def mean_by_point(values: Tensor, points: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Mean of the values of each point, and how many there were; 0 where there were none."""
+    """Mean of the values of each point (0 without any), and their number."""
     counts = torch.zeros(size, dtype=values.dtype).index_add_(0, points, torch.ones_like(values))
     sums = torch.zeros(size, dtype=values.dtype).index_add_(0, points, values)
     return sums / counts.clamp(min=1), counts
 
 
 def traces_of(estimate: Estimate, size: int) -> Traces:
-    """Tr_j of every point from the derivatives of its own draws."""
+    """Tr_j of every point from the directional derivatives of its draws."""
     assert estimate.points is not None
     squares, draws = mean_by_point(estimate.derivatives.double().square(), estimate.points, size)
-    if estimate.shaped is not None:  # known directions would count too much or too little
+    if estimate.shaped is not None:  # derivatives along known directions are biased
         squares = estimate.shaped.energy.double()
     return Traces(squares * torch.as_tensor(estimate.factors).double(), draws)
 
 
 def variance(estimate: Estimate, size: int) -> float:
-    """V, the trace of the batch gradient's covariance; its squared error under shaped noise."""
+    """V, the trace of the batch gradient's covariance; under shaped noise, its squared error."""
     if len(estimate.derivatives) == 0:
         return 0.0
-    if estimate.points is None:  # shared draws: one derivative for the whole batch
+    if estimate.points is None:  # shared draws
         squares = estimate.derivatives.double().square()
         return float(squares.mean()) * float(estimate.factors) / len(squares)
     if estimate.shaped is not None:
@@ -208,7 +208,7 @@ def energy(gradients: Gradients) -> float:
 
 def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None = None) -> None:
     """Warn, once per group, when loss differences are near the rounding of the loss itself."""
-    changed = differences[differences != 0]  # an error rate changes seldom, and is not rounded
+    changed = differences[differences != 0]  # an error rate changes rarely, and is not rounded
     differences = changed if len(changed) else differences
     if loss is None:
         loss = float(queries.losses.abs().median())
@@ -219,7 +219,7 @@ def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None =
         nothing = " (or the loss does not depend on this group)" if median == 0 else ""
         warnings.warn(
             f"group '{queries.name}': the median loss difference {median:.1e} is under "
-            f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding is felt in the "
+            f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding affects the "
             f"directional derivatives of easy points; raise sigma{nothing}, or see "
             "`flops.diagnose`",
             PrecisionWarning,
@@ -228,7 +228,7 @@ def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None =
 
 
 def users_frame() -> int:
-    """How far up the stack the user's code is, for warnings that point there."""
+    """``stacklevel`` of the user's code, for warnings."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):
         level, frame = level + 1, frame.f_back

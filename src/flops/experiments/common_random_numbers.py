@@ -20,7 +20,7 @@ from flops.allocators import Allocator, Fixed, Signal
 from flops.diagnostics.spend import Spent, spend
 from flops.engine.groups import ResolvedGroup
 from flops.engine.step import Query, Session, budget_of, counts_of, floor_of, run_query
-from flops.estimators.base import Answer, Queries
+from flops.estimators.base import Queries, RowResults
 
 
 class RememberedLosses:
@@ -35,14 +35,14 @@ class RememberedLosses:
         self.losses = torch.full((size, draws, 2), torch.nan, dtype=dtype)
         self.runs = 0
 
-    def __call__(self, query: Query) -> Answer:
+    def __call__(self, query: Query) -> RowResults:
         """Losses of the rows."""
         rows = query.rows
         place = (rows.points, rows.draws, (rows.signs < 0).long())
         if bool(torch.isnan(self.losses[place]).any()):
             self.losses[place] = run_query(query).losses.cpu()
             self.runs += len(rows.points)
-        return Answer(self.losses[place])
+        return RowResults(self.losses[place])
 
 
 def spend_sharing(

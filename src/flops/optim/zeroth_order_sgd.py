@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.report import StepReport
-from flops.passes.interrupts import Hold
+from flops.passes.interrupts import DeferSignals
 from flops.perturb.draws import Draws, DrawShape
 
 Moves = dict[str, Draws]
@@ -54,7 +54,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         weight_decay: lambda.
 
     Raises:
-        FlopsError: If a group's gradient does not follow from seeds and scalars.
+        FlopsError: If a group's gradient is not given by seeds and scalars.
         ValueError: If an option is out of range.
     """
 
@@ -112,7 +112,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
             earlier = [(group["momentum"] ** k, step[name]) for k, step in past if name in step]
             return draws.move(-group["lr"], earlier if group["momentum"] else ())
 
-        with Hold():  # a signal waits until the step is remembered, too
+        with DeferSignals():  # a signal waits until the step is remembered, too
             report = self.engine.estimate(inputs, targets, index=index, update=update)
             windows = [group["window"] for group in self.param_groups if group["momentum"]]
             self._history = [moves, *self._history][: max(windows, default=1) - 1]

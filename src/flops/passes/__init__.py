@@ -1,1 +1,1 @@
-"""Forward passes: recorded calls, interception, prefix replay, local products, checks, memory."""
+"""Forward passes: recorded calls, interception, prefix replay, local VJPs, checks."""

@@ -1,6 +1,6 @@
-"""A batch of points: how inputs and targets are passed to the model and cut into rows.
+"""A batch of points: inputs and targets, indexed by row.
 
-A *row* is one pass of one point; the same point fills as many rows as it has queries.
+A *row* is one pass of one point; a point has one row per query.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Shared:
-    """Marks an input or target that all points share, so that it is never cut into rows.
+    """Marks an input or target that all points share: it is never indexed by row.
 
-    Needed only if its first size happens to equal the batch size, for example ten class
-    prompts given to CLIP beside ten images: ``{"input_ids": Shared(prompts), ...}``.
+    Needed only if its first size equals the batch size by coincidence, for example ten class
+    prompts passed to CLIP with ten images: ``{"input_ids": Shared(prompts), ...}``.
     """
 
     tensor: Any
 
 
 class Batch:
-    """Inputs and targets of B points, and how to run any choice of rows of them.
+    """Inputs and targets of B points, and a function that runs any subset of rows.
 
-    Tensors and arrays whose first size is B, and lists of B Python objects, are cut into rows;
-    the rest is passed as it is. B is the first size found in the targets, then in the inputs.
+    Tensors and arrays whose first size is B, and lists of B Python objects, are indexed by row;
+    everything else is passed unchanged. B is the first size in the targets, else in the inputs.
 
     Args:
         inputs: A tensor (``model(x)``), a tuple (``model(*x)``) or a mapping (``model(**x)``).
-        targets: Anything ``loss_fn`` takes.
+        targets: Second argument of ``loss_fn``.
         loss_fn: ``losses = loss_fn(outputs, targets)``, one loss per row.
 
     Raises:
-        BatchError: If the batch is empty, or inputs and targets are not of one size.
+        BatchError: If the batch is empty, or inputs and targets differ in size.
     """
 
     def __init__(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> None:
@@ -53,10 +53,10 @@ class Batch:
         self._leaves, self._spec = _flatten(_arguments(inputs))
         self._targets, self._target_spec = _flatten(targets)
         if len(self._targets) == 1 and isinstance(self._targets[0], Mapping):
-            # A BatchEncoding, which the tree does not open.
+            # A BatchEncoding, which pytree does not flatten.
             self._targets, self._target_spec = _flatten(dict(self._targets[0]))
         self.size = self._batch_size()
-        # Of the whole batch, so that all rows of a pass have as many.
+        # Of the whole batch, so that all rows of a pass have the same number.
         self._positions: Tensor | None = None
         if isinstance(loss_fn, TokenLoss):
             self._positions = loss_fn.positions(targets)
@@ -75,20 +75,20 @@ class Batch:
         if inputs and size not in inputs:
             raise BatchError(
                 f"the targets have {size} points, but the first sizes of the inputs are {inputs}; "
-                "give one row per point in both, and mark what all points share with flops.Shared"
+                "give one row per point in both, and mark shared ones with flops.Shared"
             )
         return size
 
     @property
     def leaves(self) -> list[Any]:
-        """All parts of inputs and targets."""
+        """All leaves of inputs and targets."""
         found = [*self._leaves, *self._targets]
         return [leaf.tensor if isinstance(leaf, Shared) else leaf for leaf in found]
 
     def signatures(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What shapes in a forward pass may depend on, but for B; and what its structure may.
+        """Cache keys of the shapes and of the structure of a forward pass, without the batch size.
 
-        The first holds all sizes, the second numbers of axes alone, but for sizes of 0 and 1.
+        The first contains all sizes, the second only numbers of axes, and which sizes are 0 or 1.
         """
         shapes: list[tuple[Any, ...]] = []
         kinds: list[tuple[Any, ...]] = []
@@ -120,14 +120,14 @@ class Batch:
         return [leaf[i] for i in rows.tolist()]
 
     def losses(self, model: nn.Module, rows: Tensor | None = None) -> Tensor:
-        """One loss per row: the rows' points through the model and the loss, fp32 or wider.
+        """Losses of the rows, one each, in float32 or wider.
 
         Raises:
             BatchError: If the loss function returns anything but one loss per row.
         """
         args, kwargs = self.arguments(rows)
         takes = optional_arguments(model) - set(kwargs)
-        if "use_cache" in takes:  # keys and values of a later token, which nobody generates here
+        if "use_cache" in takes:  # nothing is generated
             kwargs = {**kwargs, "use_cache": False}
         positions = self._positions if "logits_to_keep" in takes else None
         if positions is not None:
@@ -153,7 +153,7 @@ class Batch:
         return losses if losses.dtype == torch.float64 else losses.float()
 
     def named(self, name: str) -> Tensor | None:
-        """A tensor among the keyword arguments, cut into points; None if there is none."""
+        """A keyword argument that is a tensor with a batch axis, else None."""
         value = self.arguments(None)[1].get(name)
         return value if isinstance(value, Tensor) and self._is_cut(value) else None
 
@@ -177,10 +177,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def optional_arguments(model: nn.Module) -> set[str]:
-    """Arguments of a forward pass of transformers by which it computes less.
-
-    An adapter of peft passes them on to its base model.
-    """
+    """Arguments of transformers' models that save computation; peft passes them on."""
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
     known = inspect.signature(type(base).forward).parameters
@@ -188,7 +185,7 @@ def optional_arguments(model: nn.Module) -> set[str]:
 
 
 def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves of a tree, in which a list without tensors is one leaf: an object for each point."""
+    """Leaves of a tree; a list without tensors is one leaf, with one object per point."""
     return tree_flatten(
         tree,
         is_leaf=lambda x: isinstance(x, list) and not any(isinstance(i, Tensor) for i in x),
@@ -196,24 +193,24 @@ def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _length(leaf: Any) -> int | None:
-    """First size of what can be cut into rows."""
+    """First size of a leaf that can be indexed by row, else None."""
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None
     return len(leaf) if isinstance(leaf, list) else None
 
 
 def _wide(outputs: Any) -> Any:
-    """Outputs in single precision at least: a loss in half precision has two or three digits."""
+    """Outputs in float32 or wider: a loss in half precision has two or three digits."""
     return tree_map(
         lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _NARROW else x, outputs
     )
 
 
 def positions(index: Tensor | Sequence[int] | None, size: int) -> Tensor | None:
-    """The points' positions in the data set, as a checked tensor.
+    """Checks the points' positions in the data set, and returns them as a tensor.
 
     Raises:
-        BatchError: If they are not one integer for each point, all different.
+        BatchError: Unless there is one integer per point, all different.
     """
     if index is None:
         return None
@@ -226,5 +223,5 @@ def positions(index: Tensor | Sequence[int] | None, size: int) -> Tensor | None:
     if len(places) != size:
         raise BatchError(f"index has {len(places)} entries for {size} points")
     if len(places.unique()) != size:
-        raise BatchError("index names a point twice: its rows would share their noise")
+        raise BatchError("index contains a point twice: its rows would share noise")
     return places

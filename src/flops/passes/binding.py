@@ -1,4 +1,4 @@
-"""What an estimator works out for one group and one structure of the forward pass."""
+"""Bindings: noise sites and prefixes of one group in one structure of the forward pass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flops.passes.structure import Use
 
 
 class Binding(ABC):
-    """Where a group's noise goes, and what its queries and local products replay.
+    """Noise sites of a group, and the prefixes of its queries and local VJPs.
 
     Attributes:
-        prefixes: What queries and local products replay; the queries' first.
-        local: Targets of the local products, in the order in which they end; none by default.
-        local_prefix: What the local products replay; None without any.
-        local_span: First and last moment of the pass of the local products; None without any.
+        prefixes: Prefixes of queries and local VJPs; the queries' first.
+        local: Targets of the local VJPs, in the order in which they end; none by default.
+        local_prefix: Prefix of the local VJPs; None without any.
+        local_span: First and last time of the pass of the local VJPs; None without any.
         noise_size: Noise values on the outputs of a row.
     """
 
@@ -34,12 +34,12 @@ class Binding(ABC):
 
     @cached_property
     def local_needed(self) -> frozenset[int]:
-        """Calls whose clean outputs the local products replay."""
+        """Calls whose clean outputs the local VJPs replay."""
         return frozenset() if self.local_prefix is None else self.local_prefix.needed
 
     @cached_property
     def replayed_share(self) -> float:
-        """Share of a forward pass that queries replay instead of running it."""
+        """Share of a forward pass that queries replay instead of running."""
         return self.prefixes[0].share if self.prefixes else 0.0
 
     @abstractmethod

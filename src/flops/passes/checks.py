@@ -1,4 +1,4 @@
-"""Checks before a step, and what every step puts back: random state and global switches."""
+"""Checks before a step, and state restored after every step: random state, global switches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The plain model inside DataParallel, DistributedDataParallel or ``torch.compile``.
 
     Raises:
-        FlopsError: If part of the model was compiled in place; its calls cannot be scripted.
-        TypeError: If it is no module.
+        FlopsError: If part of the model was compiled in place: its calls cannot be intercepted.
+        TypeError: If it is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -36,15 +36,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             raise FlopsError(f"module '{name or 'model'}' is a ScriptModule; pass the eager model")
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise FlopsError(
-                f"module '{name or 'model'}' is compiled; a compiled module ignores what is "
-                "added to it afterwards, so it cannot be perturbed or replayed. Pass the model "
-                "without compiling it."
+                f"module '{name or 'model'}' is compiled; a compiled module bypasses "
+                "interception, so it cannot be perturbed or replayed. Pass the model without "
+                "compiling it."
             )
     return model
 
 
 def check_modes(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse layers whose training mode mixes the points of a batch or changes buffers.
+    """Raise if a layer's mode mixes the points of a batch or changes buffers.
 
     Raises:
         CoverageError: For BatchNorm (or tracking InstanceNorm) in training mode, and for
@@ -77,8 +77,8 @@ class RandomState:
         self._numpy = np.random.get_state(legacy=False)
         self._python = random.getstate()
 
-    def moved(self) -> bool:
-        """Whether anybody drew from a global generator since."""
+    def advanced(self) -> bool:
+        """Whether a global generator has advanced since."""
         cuda = torch.cuda.get_rng_state_all() if self._cuda else []
         return (
             not torch.equal(self._torch, torch.get_rng_state())
@@ -88,7 +88,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Put all of them back."""
+        """Restore all of them."""
         torch.set_rng_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -104,10 +104,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Buffers:
-    """All buffers of a model, which a forward pass may not change, whatever its mode.
+    """All buffers of a model, which a forward pass must not change in any mode.
 
     Values are compared, not version counters: batch normalisation and writes to ``.data`` change a
-    buffer without counting. The copies live as long as the probe of one kind of input.
+    buffer without counting. The copies live while one kind of input is traced.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -120,13 +120,13 @@ class Buffers:
                     self._saved.append((f"{name}.{key}".lstrip("."), module, key, buffer, copy))
 
     def restore(self) -> list[str]:
-        """Put changed ones back; returns their names."""
+        """Restore changed buffers; returns their names."""
         changed = []
         for name, module, key, _, value in self._saved:
             now = module._buffers.get(key)
             if now is None or not _same(now, value):
                 changed.append(name)
-        for _, module, key, buffer, value in self._saved:  # after all of them were looked at
+        for _, module, key, buffer, value in self._saved:  # after all of them were compared
             if not _same(buffer, value):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.detach().copy_(value)
@@ -134,7 +134,7 @@ class Buffers:
         return changed
 
     def check(self) -> None:
-        """Put changed ones back and refuse them.
+        """Restore changed buffers, and raise.
 
         Raises:
             CoverageError: With their names.
@@ -144,13 +144,13 @@ class Buffers:
             raise CoverageError(
                 f"the forward pass changes the buffers {changed[:5]} (running statistics, the "
                 "power iteration of spectral_norm, a counter, a cache): every query would change "
-                "them again. Put their modules into evaluation mode with .eval(), or let the "
-                "forward pass leave its buffers alone."
+                "them again. Put their modules into evaluation mode with .eval(), or make "
+                "the forward pass not change buffers."
             )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree bit by bit, NaN included."""
+    """Whether two tensors are equal bit by bit, NaN included."""
     if a is b or a.is_meta:
         return True
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout):
@@ -166,12 +166,12 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def check_deterministic(state: RandomState, modules: Mapping[str, nn.Module]) -> None:
-    """Refuse a forward pass that drew random numbers since the state was taken.
+    """Raise if the forward pass drew random numbers since the state was taken.
 
     Raises:
-        RandomnessError: With the dropout modules that are on, if there are any.
+        RandomnessError: With the active dropout modules, if there are any.
     """
-    if not state.moved():
+    if not state.advanced():
         return
     state.restore()
     active = [
@@ -179,15 +179,15 @@ def check_deterministic(state: RandomState, modules: Mapping[str, nn.Module]) ->
         for name, module in modules.items()
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
     ]
-    cause = f"dropout is on in {active[:5]}" if active else "the global random state moved"
+    cause = f"dropout is on in {active[:5]}" if active else "the global random state advanced"
     raise RandomnessError(
-        f"the forward pass is random ({cause}): a query would then see more than its own noise. "
+        f"the forward pass is random ({cause}): losses of a query would contain other randomness. "
         "Call model.eval(), set the dropout probability to 0, or remove the random operation."
     )
 
 
 def check_finite(losses: Tensor, where: str, points: Tensor | None = None) -> None:
-    """Refuse NaN and infinite losses.
+    """Raise if a loss is NaN or infinite.
 
     Raises:
         NonFiniteLossError: With the place and the first rows.
@@ -198,20 +198,20 @@ def check_finite(losses: Tensor, where: str, points: Tensor | None = None) -> No
         at = "" if points is None else f" (points {points[bad[:8]].tolist()})"
         raise NonFiniteLossError(
             f"{len(bad)} of {len(losses)} losses are not finite in {where}: rows {rows}{at}. "
-            "Parameters and .grad are as before; lower the learning rate or sigma, look at these "
+            "Parameters and .grad are as before; lower the learning rate or sigma, inspect these "
             "points, or, if the model's control flow depends on the data, try reuse=False."
         )
 
 
 _attention = threading.RLock()
-_attention_before: list[bool] = []  # one entry for each step that needs it off
+_attention_before: list[bool] = []  # one entry per running step
 
 
 @contextmanager
 def slow_attention_path() -> Iterator[None]:
-    """Keep attention off its fused path, which skips submodules, in every pass alike.
+    """Disable attention's fused path, which skips submodules, in every pass.
 
-    The switch is one for all threads: it is on again when the last of their steps has ended.
+    The switch is global to all threads: it is restored when the last of their steps has ended.
     """
     with _attention:
         now = torch.backends.mha.get_fastpath_enabled()
@@ -228,7 +228,7 @@ def slow_attention_path() -> Iterator[None]:
 
 @contextmanager
 def no_autocast_cache() -> Iterator[None]:
-    """Keep autocast from using the cast of a parameter made before it was perturbed."""
+    """Disable autocast's weight cache, which would return unperturbed casts."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()

@@ -1,16 +1,15 @@
 """Data flow of a forward pass: which tensors each operation reads, and where they came from.
 
-A prefix is replayed by returning recorded outputs instead of running their modules. Which outputs
-the rest of the pass reads, and whether a skipped module leaves anything else behind for it, follows
-from one observed pass:
+A prefix is replayed by returning recorded outputs instead of running their modules. One observed
+pass shows which outputs the rest of the pass reads, and whether a skipped module has side effects:
 
-- Memory is followed by storage, so views need no care. A call returns copies of its tensors during
-  the observed pass: whoever reads such a copy reads the output, and whoever reads another storage
-  that was written inside the call reads something it left behind (an attribute, a cache).
-- An operation that hands values to Python (``item``, ``nonzero``) may decide what runs next, so
-  that other rows may read what these did not.
-- Numpy and C read and write memory unseen. They show in tensors that no operation wrote: whatever
-  such code could have read is taken as read.
+- Memory is identified by storage, so views need no special care. During the observed pass a call
+  returns copies of its tensors: reading such a copy is reading the output, and reading another
+  storage that was written inside the call is reading a side effect (an attribute, a cache).
+- An operation that passes values to Python (``item``, ``nonzero``) may control what runs next, so
+  other rows may read other outputs.
+- Numpy and C access memory unobserved. They show in tensors that no operation wrote: everything
+  that such code could have read counts as read.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 
 ROOT = -1  # "call" of what runs outside of all modules, such as the loss function
 _aten = torch.ops.aten
-# Values go to Python, or decide the shape of the result.
+# Values go to Python, or determine the shape of the result.
 _TO_HOST = {
     _aten._local_scalar_dense,
     _aten.equal,
@@ -40,24 +39,24 @@ _TO_HOST = {
     _aten.unique_dim,
     _aten.unique_consecutive,
 }
-# Methods of a tensor that show its memory to somebody who is not torch.
+# Methods of a tensor that expose its memory outside of torch.
 _EXPOSE = {"numpy", "__array__", "tolist", "data_ptr", "__dlpack__", "untyped_storage", "storage"}
 _UNWRITTEN = ("empty", "new_empty")  # memory without values
-_NO_VALUES = ("_like", "new_")  # take a tensor for its shape and type alone
+_NO_VALUES = ("_like", "new_")  # read only the shape and type of a tensor
 
 
 @dataclass(frozen=True)
 class Event:
-    """One operation: the innermost call around it, its moment, and the storages it touches.
+    """One operation: the innermost call around it, its time, and the storages it accesses.
 
     Attributes:
         call: Number of the innermost active call, ROOT outside of all.
         time: Clock of the structure.
-        reads: Storages whose values it reads, those that it writes in place included.
-        writes: Storages that it writes, made by it or not.
+        reads: Storages whose values it reads, including those it writes in place.
+        writes: Storages that it writes, new or not.
         floating: Those of the written ones that hold floating-point values.
-        host: Whether it hands floating-point values, or what was computed of some, to Python.
-        hidden: Whether it reads what no operation wrote.
+        host: Whether it passes values that depend on floating-point values to Python.
+        hidden: Whether it reads memory that no operation wrote.
     """
 
     call: int
@@ -71,11 +70,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay of some calls needs.
+    """Requirements of a replay of some calls.
 
     Attributes:
         read: Replayed calls whose outputs the rest of the pass reads.
-        leaks: Replayed calls that leave something else behind that it reads.
+        leaks: Replayed calls with side effects that it reads.
         sure: False if the pass hides a part of its data flow, or other rows may read more.
     """
 
@@ -97,7 +96,7 @@ class Flow:
     """Storages of the losses."""
 
     def replay(self, replayed: Iterable[int], inside: Mapping[int, int]) -> Replay:
-        """What is read of some calls if the rest of the pass runs.
+        """Outputs and side effects of replayed calls that the rest of the pass reads.
 
         Args:
             replayed: Outermost calls that do not run.
@@ -118,7 +117,7 @@ class Flow:
                 continue
             unsure = event.host or event.hidden
             if not unsure and wanted.isdisjoint(event.writes):
-                continue  # only replayed calls take what it computes
+                continue  # only replayed calls read what it computes
             sure = sure and not unsure
             wanted.update(event.reads)
             for storage in event.reads:
@@ -133,15 +132,15 @@ class Flow:
     def escapes(
         self, span: tuple[int, int], parameters: Iterable[int], allowed: Iterable[tuple[int, int]]
     ) -> bool | None:
-        """Whether parameters act on the rest of the pass otherwise than through some outputs.
+        """Whether parameters affect the rest of the pass other than through the allowed outputs.
 
         Args:
-            span: First moment of the pass at which the parameters act, and the end of that.
+            span: First and last time of the pass at which the parameters are used.
             parameters: Their ``id``.
             allowed: Call and position of the outputs.
 
         Returns:
-            None if the data flow is hidden inside of the span.
+            None if the data flow inside the span is hidden.
         """
         start, end = span
         wanted, through = set(parameters), set(allowed)
@@ -162,7 +161,7 @@ class Flow:
 
 
 class FlowMeter:
-    """Observes one pass; enter it around the pass, and tell it of every call's output.
+    """Context manager that observes one pass; call `copied` on every call's output.
 
     Args:
         known: Tensors that exist before the pass: parameters, buffers, inputs, targets.
@@ -171,9 +170,9 @@ class FlowMeter:
 
     def __init__(self, known: Iterable[Any], parameters: Iterable[Tensor]) -> None:
         self.flow = Flow()
-        self.call, self.time = ROOT, 0  # kept by whoever follows the calls
+        self.call, self.time = ROOT, 0  # set by the recorder of the calls
         self.strangers: set[int] = set()
-        self._refs: dict[int, StorageWeakRef] = {}  # they keep an address from being used again
+        self._refs: dict[int, StorageWeakRef] = {}  # prevent reuse of an address
         self._written: set[int] = set()
         self._floats: set[int] = set()
         self.paused = False
@@ -190,19 +189,19 @@ class FlowMeter:
         self._modes = (_Operations(self), _Methods(self))
 
     def __enter__(self) -> FlowMeter:
-        """Observe from here on."""
+        """Start observing."""
         self._entered = ExitStack()
         for mode in self._modes:
             self._entered.enter_context(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop."""
+        """Stop observing."""
         self._entered.close()
 
     def copied(self, number: int, leaves: Sequence[Any]) -> list[Any]:
-        """The output of a call as copies, by which its readers are told apart."""
-        self.paused = True  # the copies are no work of the model's
+        """Copies of a call's output, which identify reads of it."""
+        self.paused = True  # copies are not operations of the model
         try:
             return [self._copy(number, place, leaf) for place, leaf in enumerate(leaves)]
         finally:
@@ -211,7 +210,7 @@ class FlowMeter:
     def _copy(self, number: int, place: int, leaf: Any) -> Any:
         old = self._storage(leaf)
         if old is None or isinstance(leaf, torch.nn.Parameter):
-            return leaf  # a parameter stays one, for whoever looks where it is used
+            return leaf  # a parameter stays the same object, for `UseMeter`
         copy = leaf.clone()
         new = self._storage(copy)
         if new is None:
@@ -226,14 +225,16 @@ class FlowMeter:
         return copy
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation."""
+        """Record an operation."""
         if self.paused:
             return
         packet = func._overloadpacket
         name = packet.__name__
         given = self._storages(tree_flatten((args, kwargs))[0])
         made = self._storages(tree_flatten(out)[0])
-        if name.startswith("lift_fresh"):  # from Python: a constant, unless values went there
+        if name.startswith(
+            "lift_fresh"
+        ):  # from Python: a constant, unless values were passed to Python
             if not any(event.host for event in self.flow.events):
                 self._written |= given.keys() | made.keys()
             return
@@ -255,18 +256,18 @@ class FlowMeter:
         )
 
     def expose(self, tensor: Tensor) -> None:
-        """Somebody who is not torch looks at the memory of a tensor."""
+        """Record that code outside of torch accesses the memory of a tensor."""
         storage = None if self.paused else self._storage(tensor)
         if storage is not None:
             host = storage in self._floats
             self.flow.events.append(Event(self.call, self.time, (storage,), (), frozenset(), host))
 
     def end(self, losses: Tensor) -> None:
-        """What the pass was made for."""
+        """Record the result of the pass."""
         self.flow.result = frozenset(self._storages([losses]))
 
     def settle(self, other: FlowMeter) -> None:
-        """What another pass saw as well was there before both, and hides nothing."""
+        """Mark unknown storages that another pass read, too, as constants: these hide nothing."""
         constant = self.strangers & other.strangers
         self.flow.events = [
             event
@@ -276,7 +277,7 @@ class FlowMeter:
         ]
 
     def _hides(self, storage: int) -> bool:
-        """Whether no operation wrote it: then it came from outside of torch."""
+        """Whether no operation wrote it, so that it came from outside of torch."""
         if storage in self._written:
             return False
         self.strangers.add(storage)
@@ -310,7 +311,7 @@ def _with_hidden(event: Event, hidden: bool) -> Event:
 
 
 def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments that an operation writes into."""
+    """Arguments that an operation modifies in place."""
     found: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,8 +1,8 @@
-"""Embeddings: how alike two points are, for the kernel of the Gaussian allocator.
+"""Embeddings: similarity of points, for the kernel of the Gaussian allocator.
 
-By default the representation that goes into the head (the last linear layer that runs); or the
-output of a module of the user's choice. Sequences (B, T, E) are averaged over their positions;
-what has more axes is taken whole, since which of them are positions is not known.
+By default the input of the head (the last linear layer that runs), or the output of a module chosen
+by the user. Sequences (B, T, E) are averaged over positions; tensors with more axes are flattened,
+since their position axes are unknown.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flops.passes.structure import FOLDED, Call, Leaf, Structure
 
 @dataclass
 class Embedding:
-    """Watches one call of the clean pass and keeps one vector per point.
+    """Observes one call of the clean pass and keeps one vector per point.
 
     Attributes:
         call: Number of the call.
-        position: Which leaf of its arguments or output.
+        position: Index of the leaf in its arguments or output.
         axis: Batch axis of that tensor.
-        output: Whether it is in the output.
+        output: Whether the leaf is in the output.
         value: The vectors of the last clean pass, shape (B, E).
     """
 
@@ -38,7 +38,7 @@ class Embedding:
     value: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Take the vectors from a call."""
+        """Read the vectors from a call."""
         leaves = tree_flatten(out if self.output else (args, kwargs))[0]
         rows = leaves[self.position].detach().movedim(self.axis, 0).float()
         if rows.dim() == 3:
@@ -49,7 +49,7 @@ class Embedding:
 def find_embedding(
     structure: Structure, modules: Mapping[str, nn.Module], wanted: nn.Module | str | None
 ) -> Embedding | None:
-    """Where the embedding is in a forward pass; None if no call has a fitting tensor.
+    """The tensor of a forward pass to use as embedding; None if there is no suitable one.
 
     Raises:
         CoverageError: If the wanted module is unknown, never runs or returns nothing per point.

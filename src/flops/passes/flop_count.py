@@ -1,4 +1,4 @@
-"""Meters for the probe: where trainable parameters are used, and how much work a pass does."""
+"""Counters of parameter uses and FLOPs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-# These return a tensor and take a parameter, but no value of it flows on.
+# These take a parameter and return a tensor that does not depend on its values.
 _NOT_A_USE = ("_like", "new_", "detach", "requires_grad", "__set__", "_version")
 
 
 class UseMeter(TorchFunctionMode):
-    """Reports every computation that a trainable parameter enters.
+    """Reports every operation on a trainable parameter.
 
-    Asking a parameter for its type or shape is no use of it: only what returns a tensor counts.
+    Reading its type or shape does not count as a use: only operations that return a tensor do.
 
     Args:
         trainable: Names of the parameters by ``id``.
@@ -44,10 +44,10 @@ class UseMeter(TorchFunctionMode):
 
 
 class WorkMeter(TorchDispatchMode):
-    """Counts work: floating-point operations of products, one per output element elsewhere.
+    """Counts FLOPs of matrix products, and one per output element of other operations.
 
-    Counted and not timed, so that reported costs are the same on every machine. What happens
-    outside torch (numpy, a service) is not seen.
+    Work is counted, not timed, so reported costs are equal on all machines. Work outside of torch
+    (numpy, a service) is not counted.
 
     Args:
         charge: Called with the work of each operation.

@@ -1,4 +1,4 @@
-"""Inner products of tensors of a parameter's size, without a copy of that size."""
+"""Inner products of large tensors without a full-size copy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def inner(a: Tensor, b: Tensor) -> float:
 
 
 def squared_norm(a: Tensor) -> float:
-    """|a|^2 of a piece that is in the cache anyway, rounded as single precision."""
+    """|a|^2 of a piece that is in the cache, in single precision if that is in range."""
     a = a.float() if a.dtype.itemsize < 4 else a
     found = float(a.square().sum())
     if 1e-30 < found < math.inf:
         return found
-    return float(a.double().square().sum())  # squares were too large, or too small
+    return float(a.double().square().sum())  # overflow or underflow
 
 
 def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,13 +1,13 @@
-"""Scripted forward passes: what each call of a module does instead of its own forward.
+"""Intercepted forward passes: calls of modules run an action instead of their own forward.
 
-Replay, noise, recording and local products are all *actions* on single calls. An action gets
-the module's own forward and the arguments of the call. Only the ``forward`` attribute of the
-instance is replaced, so hooks of the user stay in place and run as in any pass.
+Replay, noise, recording and local VJPs are all *actions* on single calls. An action receives the
+module's own forward and the arguments of the call. Only the ``forward`` attribute of the instance
+is replaced, so hooks of the user run as in any pass.
 
-One step at a time scripts a model: a second one that would share its modules is refused (`Claim`).
-Waiting for each other would not be enough. A step needs the same weights from its first pass to its
-last, so the optimizer of another thread may not move them either, and no lock in here can know of
-that: whoever shares a model between threads must let them take turns with whole training steps.
+Only one step at a time may intercept a model: a second one that shares its modules is an error
+(`Claim`). A lock here would not be enough: a step needs the same weights from its first to its last
+pass, so optimizers of other threads must not change them either. Threads that share a model must
+alternate with whole training steps.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from flops.passes.interrupts import check
 
 Forward = Callable[..., Any]
 Action = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-Script = Mapping[str, Sequence[Action | None]]
-"""For a module's name the actions of its calls in order; None runs the module as it is."""
+Actions = Mapping[str, Sequence[Action | None]]
+"""Actions of a module's calls in order, by its name; None runs the module unchanged."""
 
 _MISSING = object()
-_MARK = "_flops_scripted"
-_lock = threading.RLock()  # of a kind that a signal handler in the same thread can take again
+_MARK = "_flops_intercepted"
+_lock = threading.RLock()  # reentrant, for signal handlers in the same thread
 _open: list[Claim] = []
 
 
 class Watch(Protocol):
-    """Looks at one call of the clean pass."""
+    """Observes one call of the clean pass."""
 
     @property
     def call(self) -> int: ...  # noqa: D102
@@ -43,19 +43,19 @@ class Watch(Protocol):
 
 
 class Leave(BaseException):
-    """Raised by an action to leave a forward pass early; user code has no business catching it."""
+    """Raised by an action to stop a forward pass early; not meant to be caught by user code."""
 
 
 @contextmanager
-def scripted(modules: Mapping[str, nn.Module], script: Script) -> Iterator[None]:
-    """Run the enclosed forward pass by the script; the modules are as before afterwards."""
+def intercepted(modules: Mapping[str, nn.Module], actions: Actions) -> Iterator[None]:
+    """Run the actions in the enclosed forward pass; the modules are restored afterwards."""
     check()
     saved: list[tuple[nn.Module, Any]] = []
     try:
-        for name, actions in script.items():
+        for name, of_module in actions.items():
             module = modules[name]
             saved.append((module, module.__dict__.get("forward", _MISSING)))
-            module.__dict__["forward"] = _scripted(name, module.forward, actions)
+            module.__dict__["forward"] = _intercepted(name, module.forward, of_module)
         yield
     finally:
         for module, forward in reversed(saved):
@@ -65,7 +65,7 @@ def scripted(modules: Mapping[str, nn.Module], script: Script) -> Iterator[None]
                 module.__dict__["forward"] = forward
 
 
-def _scripted(name: str, original: Forward, actions: Sequence[Action | None]) -> Forward:
+def _intercepted(name: str, original: Forward, actions: Sequence[Action | None]) -> Forward:
     remaining = iter(actions)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -75,8 +75,8 @@ def _scripted(name: str, original: Forward, actions: Sequence[Action | None]) ->
         except StopIteration:
             raise FlopsError(
                 f"module '{name}' was called more often ({len(actions) + 1} times) than when its "
-                "forward pass was first seen: the model's control flow depends on the data. Give "
-                "a module around it as the target."
+                "forward pass was traced: the model's control flow depends on the data. Give an "
+                "enclosing module as the target."
             ) from None
         if action is None:
             return original(*args, **kwargs)
@@ -86,18 +86,18 @@ def _scripted(name: str, original: Forward, actions: Sequence[Action | None]) ->
     return forward
 
 
-def is_scripted(module: nn.Module) -> bool:
-    """Whether a pass by a script is under way."""
+def is_intercepted(module: nn.Module) -> bool:
+    """Whether an intercepted pass is running."""
     return hasattr(module.__dict__.get("forward"), _MARK)
 
 
-def everywhere(wrap: Callable[[str], Action], modules: Mapping[str, nn.Module]) -> Script:
-    """A script with one action per module, used for every call of it."""
+def everywhere(wrap: Callable[[str], Action], modules: Mapping[str, nn.Module]) -> Actions:
+    """One action per module, used for all of its calls."""
     return {name: _Endless(wrap(name)) for name in modules}
 
 
 class _Endless(Sequence[Action]):
-    """The same action for each call, however many there are."""
+    """The same action for any number of calls."""
 
     def __init__(self, action: Action) -> None:
         self._action = action
@@ -110,14 +110,14 @@ class _Endless(Sequence[Action]):
 
 
 class Claim:
-    """The modules and trainable parameters of a model, while a session on it is open.
+    """Exclusive use of a model's modules and trainable parameters while a session is open.
 
     Args:
         modules: All modules by name.
 
     Raises:
         FlopsError: On entering, if another thread has a session with any of them, or this thread is
-            in the middle of a pass over them.
+            running a pass over them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -134,27 +134,27 @@ class Claim:
         with _lock:
             for other in _open:
                 if not self._parts.isdisjoint(other._parts):
-                    self._refuse(other)
+                    self._raise_conflict(other)
             _open.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of them."""
+        """Release them."""
         with _lock:
             if self in _open:
                 _open.remove(self)
 
-    def _refuse(self, other: Claim) -> None:
+    def _raise_conflict(self, other: Claim) -> None:
         if other._thread is not self._thread:
             raise FlopsError(
-                f"thread '{other._thread.name}' is in the middle of a step on this model, or on "
-                f"one that shares modules or parameters with it{self._shared(other)}. All passes "
-                "of a step need the same weights: let the threads take turns (one lock around "
-                "estimate and the optimizer's step), or give each its own copy.deepcopy(model)."
+                f"thread '{other._thread.name}' is running a step on this model, or on one that "
+                f"shares modules or parameters with it{self._shared(other)}. All passes of a step "
+                "need the same weights: serialise the threads (one lock around estimate and the "
+                "optimizer's step), or give each its own copy.deepcopy(model)."
             )
-        if any(is_scripted(module) for module in self._modules.values()):
+        if any(is_intercepted(module) for module in self._modules.values()):
             raise FlopsError(
-                "estimate was called in the middle of a pass of another estimate of the same "
+                "estimate was called during a pass of another estimate of the same "
                 f"model{self._shared(other)}: from a loss function, a hook, a forward or a signal "
                 "handler. Call it outside, or on a copy.deepcopy of the model."
             )

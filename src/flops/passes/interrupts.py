@@ -1,17 +1,17 @@
-"""Ctrl-C in the middle of a step: what it raises waits until the step can be left cleanly.
+"""Deferred signals: exceptions of signal handlers during a step are deferred to a safe point.
 
-The handler of a signal runs between any two instructions, and that of Ctrl-C raises there: in the
-middle of a swap of forwards, of ``.grad``, or of the very clean-up that an earlier one caused. So
-while a step runs in the main thread, handlers are called at once as ever, but what they raise is
-held. It is raised
+A signal handler runs between any two bytecode instructions, and that of Ctrl-C raises there: while
+``forward`` or ``.grad`` is being replaced, or during the clean-up after an earlier signal. So while
+a step runs in the main thread, handlers are called immediately, but their exceptions are deferred.
+They are raised
 
-- at once where the user's own code runs (the model's forward, the loss function), because an
-  exception of theirs is what a step can take at any time;
-- at the next `check` otherwise: before every pass, at every call of a module, before a commit;
-- when the step is over, with everything written.
+- immediately in the user's code (the model's forward, the loss function), where a step handles any
+  exception;
+- else at the next `check`: before every pass, at every call of a module, before a commit;
+- at the latest when the step has ended, with everything written.
 
-Once it was raised all further ones are held, so that the clean-up is never cut short. Handlers in
-C (``SIG_DFL``) end the process as ever, and other threads receive no signals.
+After one was raised all others are deferred, so that clean-up is not interrupted. Handlers in C
+(``SIG_DFL``) end the process as usual, and other threads receive no signals.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-# Code that may be in the middle of a change. What enters and leaves contexts is such code too,
-# whoever uses it; the rest of the standard library works for its caller.
+# Code that may be changing state, including that of context managers. The rest of the standard
+# library counts as part of its caller.
 _OURS = frozenset({__name__.partition(".")[0], "torch", "contextlib"})
 _WORK_FOR_CALLER = sys.stdlib_module_names | {"numpy", ""}
 
 
-class Hold:
-    """Holds what signal handlers raise while it is entered; inside another one it does nothing."""
+class DeferSignals:
+    """Context in which exceptions of signal handlers are deferred; a nested one does nothing."""
 
-    _active: Hold | None = None  # that of the main thread
+    _active: DeferSignals | None = None  # in the main thread
 
     def __init__(self) -> None:
-        self._whole = 0
-        self._error: BaseException | None = None  # stays until the end: nobody can swallow it
+        self._atomic = 0
+        self._error: BaseException | None = (
+            None  # kept until the end, so that it cannot be swallowed
+        )
         self._leaving = False
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._handler = self._handle  # one object, to be recognised
+        self._handler = self._handle  # one object, to compare by identity
 
-    def __enter__(self) -> Hold:
-        """Take the signals over."""
-        if Hold._active is not None or not _in_main_thread():
+    def __enter__(self) -> DeferSignals:
+        """Install the handlers."""
+        if DeferSignals._active is not None or not _in_main_thread():
             return self
-        Hold._active = self
+        DeferSignals._active = self
         try:
             for number in SIGNALS:
                 before = signal.getsignal(number)
@@ -65,8 +67,8 @@ class Hold:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the signals back, and raise what is still held."""
-        if Hold._active is not self:
+        """Restore the handlers, and raise a deferred exception."""
+        if DeferSignals._active is not self:
             return
         self._release()
         held, self._error = self._error, None
@@ -77,16 +79,16 @@ class Hold:
         try:
             self._give_back(list(self._before))
         finally:
-            Hold._active = None
+            DeferSignals._active = None
 
     def _give_back(self, numbers: list[int]) -> None:
-        """Put the handlers back, that of Ctrl-C last: whatever raises before then is held."""
+        """Restore the handlers, Ctrl-C's last: exceptions before that are deferred."""
         if not numbers:
             return
         number = numbers.pop()
         try:
-            # A generator may be closed in another thread, and somebody may have put a handler of
-            # their own there since: the one of a closed hold only calls the one before it.
+            # A generator may be closed in another thread, and the user may have installed another
+            # handler since: ours then only calls the one before it.
             if _in_main_thread() and signal.getsignal(number) is self._handler:
                 signal.signal(number, self._before[number])
         finally:
@@ -96,45 +98,45 @@ class Hold:
         try:
             self._before[number](number, frame)
         except BaseException as error:
-            if Hold._active is not self:
+            if DeferSignals._active is not self:
                 raise
             self._error = error
-            if self._leaving or self._whole or not _is_users(frame):
+            if self._leaving or self._atomic or not _is_users(frame):
                 return
             self._leaving = True
             raise
 
     def check(self) -> None:
-        """Raise what is held, unless something is to be done as a whole."""
-        if self._error is not None and not self._whole:
+        """Raise the deferred exception, except inside `Atomic`."""
+        if self._error is not None and not self._atomic:
             self._leaving = True
             raise self._error.with_traceback(None)
 
 
 def check() -> None:
-    """A moment at which the step can be left: raises what is held."""
-    active = Hold._active
+    """A safe point of the step: raises the deferred exception."""
+    active = DeferSignals._active
     if active is not None and active._error is not None and _in_main_thread():
         active.check()
 
 
-class Whole:
-    """Work that is done as a whole or not at all, such as the commit of a step."""
+class Atomic:
+    """Context that no signal interrupts, such as the commit of a step."""
 
     def __init__(self) -> None:
-        self._hold: Hold | None = None
+        self._deferring: DeferSignals | None = None
 
     def __enter__(self) -> None:
-        """Raise what is held; what comes from here on waits."""
+        """Raise a deferred exception; later ones are deferred until the context ends."""
         check()
-        if _in_main_thread() and Hold._active is not None:
-            self._hold = Hold._active
-            self._hold._whole += 1
+        if _in_main_thread() and DeferSignals._active is not None:
+            self._deferring = DeferSignals._active
+            self._deferring._atomic += 1
 
     def __exit__(self, *_: object) -> None:
-        """Signals may raise again."""
-        if self._hold is not None:
-            self._hold._whole -= 1
+        """Allow signals to raise."""
+        if self._deferring is not None:
+            self._deferring._atomic -= 1
 
 
 def _in_main_thread() -> bool:
@@ -142,7 +144,7 @@ def _in_main_thread() -> bool:
 
 
 def _in_chain(error: BaseException, raised: BaseException | None) -> bool:
-    """Whether what is being raised is that error, or was made of it."""
+    """Whether the raised exception is that error, or was caused by it."""
     seen: set[int] = set()
     while raised is not None and id(raised) not in seen:
         if raised is error:
@@ -153,7 +155,7 @@ def _in_chain(error: BaseException, raised: BaseException | None) -> bool:
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Whether the code that was interrupted is neither of this library nor of torch."""
+    """Whether the interrupted code belongs neither to this library nor to torch."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in _OURS:

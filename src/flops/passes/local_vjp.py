@@ -1,13 +1,12 @@
-"""The local vector-Jacobian product: D_theta phi(x)^T delta, through the target alone.
+"""The local vector-Jacobian product (VJP): D_theta phi(x)^T delta, through the target only.
 
-The pass runs once more from the replayed prefix with clean inputs. Gradients are on inside the
-target only, and the pass is left as soon as the last target's output is there; so no autograd
-graph ever spans more than one target, whatever arguments its modules take.
+The pass runs once more from the replayed prefix with clean inputs. Gradients are enabled only
+inside the target, and the pass stops after the last target, so no autograd graph spans two.
 
-A stage whose activations are large keeps the inputs of its modules alone and runs each of them
-again when its derivative is taken: the memory is that of one module's activations, for one forward
-pass of the stage more. Every gradient is handed over as soon as it is known, so that whoever
-consumes it need never hold those of a whole target.
+A stage with large activations is checkpointed: it stores the inputs of its modules and runs each
+module again in the backward pass. Memory is that of one module's activations, for one more forward
+pass of the stage. Every gradient is passed on as soon as it is known, so those of a whole target
+never exist at the same time.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from flops.passes.structure import Call, Structure
 Gradients = dict[nn.Parameter, Tensor]
 Take = Callable[["LocalTarget", nn.Parameter, Tensor], None]
 _VALUES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
-KEPT = 1 << 26  # bytes of a stage's activations that are kept rather than computed again
+KEPT = 1 << 26  # bytes of a stage's activations that are stored rather than recomputed
 
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """Where a local product starts and ends, and the parameters it is taken for.
+    """First and last call of a local VJP, and its parameters.
 
-    For a leaf or block the first and last call are the same; a stage starts at its first
-    module's call and ends with its last one's. ``between`` are the calls of its modules but the
-    last, ``row_bytes`` the memory of its activations.
+    For a leaf or block the first and last call are the same; a stage starts with its first module
+    and ends with its last. ``between`` are the calls of its modules except the last, ``row_bytes``
+    the memory of its activations per row.
     """
 
     name: str
@@ -50,29 +49,29 @@ class LocalTarget:
     row_bytes: int = 0
 
     def recomputed(self, rows: int) -> tuple[int, ...]:
-        """Calls of a stage that run again for their derivative, if its activations are large."""
+        """Calls of a stage that are checkpointed, if its activations are large."""
         return self.between if self.row_bytes * rows > KEPT else ()
 
 
 def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
     """Sum gradients parameter by parameter; a tied parameter gets the sum over its uses."""
     for parameter, gradient in more.items():
-        # Not in place: autograd may hand out one tensor for two parameters.
+        # Not in place: autograd may return the same tensor for two parameters.
         into[parameter] = into[parameter] + gradient if parameter in into else gradient
 
 
 def local_share(
     structure: Structure, prefix: Prefix, targets: Sequence[LocalTarget], rows: int
 ) -> float:
-    """Cost of the local products of one point, in forward passes.
+    """Cost of the local VJPs of one point, in forward passes.
 
-    From the prefix to the last target, and twice through the targets for their products.
+    From the prefix to the last target, and twice through the targets for the backward pass.
 
     Args:
         structure: Of the forward pass.
         prefix: What is replayed.
         targets: The targets.
-        rows: Of a pass, by which a stage decides what it computes again.
+        rows: Rows of a pass, which determine what a stage recomputes.
     """
     calls = structure.calls
     forward = _work(structure, 0, max(calls[t.last].end for t in targets)) - prefix.share
@@ -82,7 +81,7 @@ def local_share(
 
 
 def _work(structure: Structure, first: int, last: int) -> float:
-    """Share of a forward pass that the outermost calls inside a span of time do."""
+    """Share of a forward pass in the outermost calls between two times."""
     chosen: list[Call] = []
     inside: set[int] = set()
     for call in structure.calls:
@@ -94,7 +93,7 @@ def _work(structure: Structure, first: int, last: int) -> float:
     return structure.share(chosen)
 
 
-def local_products(
+def local_vjps(
     passes: Passes,
     prefix: Prefix,
     record: Record,
@@ -115,9 +114,9 @@ def local_products(
         targets: Targets in the order in which they end.
         deltas: By the number of a target's last call and the position of a tensor in its output:
             the gradient of the loss with respect to that tensor, for these points.
-        take: Gets each target, parameter and gradient, which belongs to it from then on.
+        take: Called with each target, parameter and gradient; it owns the gradient.
         places: Positions of the points in the record, if not the points themselves.
-        watch: Sees each target and its (args, kwargs).
+        watch: Called with each target and its (args, kwargs).
     """
     around: dict[int, Action] = {}
     final = targets[-1].last
@@ -127,7 +126,7 @@ def local_products(
             around.update(dict.fromkeys(again, _checkpointed))
             around[target.first] = _open(_checkpointed if target.first in again else _plainly)
         leave = target.last == final
-        around[target.last] = _product(target, deltas[target.last], take, leave, watch)
+        around[target.last] = _vjp(target, deltas[target.last], take, leave, watch)
     with torch.no_grad():
         try:
             passes.run(prefix, record, points, around=around, places=places)
@@ -137,7 +136,7 @@ def local_products(
 
 
 def _fitted(delta: Tensor, out: Tensor) -> Tensor:
-    """Delta in the shape of the output; points that share an output have their deltas summed."""
+    """Delta in the shape of the output; deltas of points that share an output are summed."""
     if delta.numel() != out.numel():
         delta = delta.sum(0)
     return delta.to(out.dtype).reshape(out.shape)
@@ -149,7 +148,7 @@ def _detached(tree: Any) -> Any:
 
 def _open(run: Action) -> Action:
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        torch.set_grad_enabled(True)  # until the stage's end; the caller's no_grad restores it
+        torch.set_grad_enabled(True)  # until the end of the stage; the caller's no_grad restores it
         return run(forward, _detached(args), _detached(kwargs))
 
     return action
@@ -160,7 +159,7 @@ def _plainly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _checkpointed(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute a layer again for its gradients, unless an argument may remember the first time."""
+    """Recompute a layer for its gradients, unless it may change an argument."""
     if not all(isinstance(leaf, _VALUES) for leaf in tree_leaves((args, kwargs))):
         return forward(*args, **kwargs)  # the cache of keys and values, for example
 
@@ -170,7 +169,7 @@ def _checkpointed(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any
     return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
 
-def _product(
+def _vjp(
     target: LocalTarget,
     deltas: Mapping[int, Tensor],
     take: Take,
@@ -188,8 +187,8 @@ def _product(
         if not pairs:
             raise CoverageError(
                 f"the output of target '{target.name}' does not depend differentiably on its "
-                "trainable parameters: likelihood ratio needs the target's own Jacobian. Use "
-                "SPSA or ES for it."
+                "trainable parameters: likelihood ratio needs the target's Jacobian. Use SPSA "
+                "or ES for it."
             )
         hooks = [p.register_hook(partial(_hand_over, take, target, p)) for p in target.parameters]
         try:
@@ -203,7 +202,7 @@ def _product(
             for hook in hooks:
                 hook.remove()
         detached = _detached(leaves)
-        del leaves, pairs  # the graph is not needed any more
+        del leaves, pairs  # free the graph
         if leave:
             raise Leave
         return tree_unflatten(detached, spec)
@@ -214,20 +213,20 @@ def _product(
 def _hand_over(
     take: Take, target: LocalTarget, parameter: nn.Parameter, gradient: Tensor
 ) -> Tensor:
-    """Give a gradient away; autograd goes on with zeros that take no memory."""
+    """Pass a gradient on; autograd continues with zeros that take no memory."""
     take(target, parameter, gradient.detach())
     return gradient.new_zeros(()).expand(gradient.shape)
 
 
-def looking(
+def graph_recorder(
     target: LocalTarget, at: Sequence[int], found: dict[int, set[int]]
 ) -> dict[int, Action]:
-    """Actions that run a target with gradients on and note which parameters its graph reaches.
+    """Actions that run a target with gradients enabled and record the parameters in its graph.
 
     Args:
         target: The target.
         at: Positions of the perturbed tensors in its output.
-        found: Gets the ``id`` of these parameters, by the number of the target's last call.
+        found: Receives the ``id`` of these parameters, by the number of the target's last call.
     """
 
     def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

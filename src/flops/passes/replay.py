@@ -1,13 +1,12 @@
-"""Prefix reuse: what ends before the noise starts is computed once and replayed for every row.
+"""Prefix reuse: modules before the noise are computed once, and replayed for every row.
 
-A *prefix* is the set of outermost calls that end before a moment of the forward pass. A pass
-that starts from it runs the model's own code, but those calls return what the clean pass
-recorded, for the rows at hand; so skip connections, masks and keyword arguments need no special
-care. Of the replayed outputs only those that the rest of the pass reads are recorded, as the data
-flow tells (`flops.passes.dataflow`): the others are blanks of NaN without memory. A call that
-leaves anything but its output for later runs again. Where a model hides its data flow (numpy, C,
-branches that depend on values) all outputs are recorded, and a trial with a few rows shows whether
-they are enough. Should a later batch compute with a blank after all, the loss is NaN and an error.
+A *prefix* is the set of outermost calls that end before some time of the forward pass. A pass from
+a prefix runs the model's own code, but these calls return the outputs recorded in the clean pass,
+so skip connections, masks and keyword arguments need no special care. Only outputs that the rest of
+the pass reads are recorded, according to the data flow (`flops.passes.dataflow`); the others are
+placeholders of NaN without memory. Calls with side effects are not replayed. If a model hides its
+data flow (numpy, C, branches that depend on values), all outputs are recorded, and a trial with a
+few rows checks the replay. If a later batch uses a placeholder, its loss is NaN, which is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.passes.batch import Batch
-from flops.passes.intercept import Action, Forward, Watch, scripted
+from flops.passes.intercept import Action, Forward, Watch, intercepted
 from flops.passes.structure import FEW, MORE, Call, Leaf, Structure
 
 Record = Mapping[int, list[Any]]
@@ -33,25 +32,25 @@ Edit = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Prefix:
-    """Calls that are replayed, which of them must be recorded, and the calls that still run."""
+    """Calls that are replayed, calls that must be recorded, and calls that still run."""
 
     replayed: tuple[Call, ...]
     needed: frozenset[int]
     visible: Mapping[str, tuple[int, ...]]
     share: float
 
-    def script(self, action: Callable[[int], Action | None]) -> dict[str, list[Action | None]]:
-        """Actions of the visible calls, for the modules that have any."""
-        script = {}
+    def actions(self, action: Callable[[int], Action | None]) -> dict[str, list[Action | None]]:
+        """Actions of the visible calls, for modules with at least one."""
+        found = {}
         for name, numbers in self.visible.items():
             actions = [action(number) for number in numbers]
             if any(a is not None for a in actions):
-                script[name] = actions
-        return script
+                found[name] = actions
+        return found
 
 
 def finished(structure: Structure, time: int, barred: frozenset[int] = frozenset()) -> list[Call]:
-    """The outermost calls that end at or before the time and can be replayed."""
+    """The outermost replayable calls that end at or before a time."""
     chosen: list[Call] = []
     inside: set[int] = set()
     for call in structure.calls:  # parents come before their children
@@ -63,7 +62,7 @@ def finished(structure: Structure, time: int, barred: frozenset[int] = frozenset
     return chosen
 
 
-def nothing(structure: Structure) -> Prefix:
+def empty_prefix(structure: Structure) -> Prefix:
     """The empty prefix: every call runs."""
     return Prefix((), frozenset(), visible_calls(structure, frozenset()), 0.0)
 
@@ -81,7 +80,7 @@ def visible_calls(structure: Structure, replayed: frozenset[int]) -> dict[str, t
 
 
 class Passes:
-    """Forward passes of one model over one batch, scripted call by call."""
+    """Intercepted forward passes of one model over one batch."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class Passes:
         batch: Batch,
     ) -> None:
         self.model, self.modules, self.structure, self.batch = model, modules, structure, batch
-        self.trial_cost = 0.0  # of trials, in passes of one row
+        self.trial_cost = 0.0  # cost of trials, in passes of one row
 
     def clean(
         self,
@@ -104,9 +103,9 @@ class Passes:
 
         Args:
             wanted: Numbers of calls to record.
-            watch: Sees the arguments and the output of one call.
-            rows: Points to run instead of all, at least two.
-            around: What calls do instead of their own forward, with the same output.
+            watch: Called with the arguments and the output of one call.
+            rows: Points to run, at least two; None for all.
+            around: Actions of calls, which must not change their outputs.
         """
         calls, record = self.structure.calls, {}
         wanted, around = set(wanted), around or {}
@@ -133,12 +132,12 @@ class Passes:
 
             return action
 
-        # One-row kernels round differently, so a batch of one is run as two equal rows. Rows are
-        # copies: a model that writes into its input must not change that of the queries.
+        # One-row kernels round differently, so a batch of one runs as two equal rows. Rows are
+        # copies: a model that modifies its input must not change that of the queries.
         size = self.batch.size if rows is None else len(rows)
         if rows is None:
             rows = torch.arange(size) if size > 1 else torch.zeros(2).long()
-        with scripted(self.modules, nothing(self.structure).script(keep)):
+        with intercepted(self.modules, empty_prefix(self.structure).actions(keep)):
             losses = self.batch.losses(self.model, rows)
         return losses[:size], record
 
@@ -155,11 +154,11 @@ class Passes:
         """Losses of the rows, starting from the prefix.
 
         Args:
-            prefix: What is replayed.
+            prefix: Calls to replay.
             record: Outputs of the prefix's needed calls.
             rows: Points of the batch to run.
             edits: Changes to the outputs of calls, replayed or not.
-            around: What other calls do instead of their own forward.
+            around: Actions of other calls.
             places: Positions of the rows in the record, if not the points themselves.
         """
         edits, around = edits or {}, around or {}
@@ -174,7 +173,7 @@ class Passes:
                 return _edited(edit)
             return around.get(number)
 
-        with scripted(self.modules, prefix.script(action)):
+        with intercepted(self.modules, prefix.actions(action)):
             return self.batch.losses(self.model, rows)
 
     def prefix(self, time: int, keep: frozenset[int] = frozenset()) -> Prefix:
@@ -182,7 +181,7 @@ class Passes:
 
         Args:
             time: Clock of the structure.
-            keep: Calls that are recorded in any case, because they are edited.
+            keep: Calls that are always recorded, because they are edited.
         """
         structure = self.structure
         barred: frozenset[int] = frozenset()
@@ -209,11 +208,11 @@ class Passes:
             if time not in structure.verified:
                 structure.verified[time] = self.holds(prefix, self.recorded(prefix.needed))
             if not structure.verified[time]:
-                return nothing(structure)  # a module leaves something behind besides its output
+                return empty_prefix(structure)  # a module has side effects
         return prefix
 
     def recorded(self, wanted: Iterable[int], around: Mapping[int, Action] | None = None) -> Record:
-        """Outputs of some calls in a pass of the probe's first rows; see `holds`."""
+        """Outputs of some calls in a pass of the first traced rows; see `holds`."""
         self.trial_cost += FEW
         with torch.no_grad():
             return self.clean(wanted, rows=self.structure.rows[:FEW], around=around)[1]
@@ -221,8 +220,8 @@ class Passes:
     def holds(self, prefix: Prefix, record: Record) -> bool:
         """Whether losses are the same with a prefix replayed.
 
-        The rows are in another order than in the pass that was recorded: what a skipped module
-        left behind in that one (an attribute, a cache) does not fit them, and shows.
+        Rows are in another order than in the recorded pass, so that a side effect of a skipped
+        module (an attribute, a cache) does not match them, and changes the losses.
         """
         places = torch.arange(FEW).flip(0)
         losses = self.trial(prefix, record, places)
@@ -237,24 +236,24 @@ class Passes:
         edits: Mapping[int, Edit] | None = None,
         around: Mapping[int, Action] | None = None,
     ) -> Tensor | None:
-        """Losses of a few of the probe's rows; None if the pass fails."""
+        """Losses of a few of the traced rows; None if the pass fails."""
         self.trial_cost += len(places) * (1 - prefix.share)
         rows = self.structure.rows[places]
         try:
             return self.run(prefix, record, rows, edits=edits, around=around, places=places)
-        except Exception:  # user code that cannot take NaN or another shape
+        except Exception:  # user code that fails on NaN or another shape
             return None
 
-    def rows_apart(self, perturb: Callable[[Tensor], dict[str, Any]]) -> bool:
-        """Whether noise in one row leaves the losses of all other rows as they are.
+    def rows_are_independent(self, perturb: Callable[[Tensor], dict[str, Any]]) -> bool:
+        """Whether noise in one row does not change losses of other rows.
 
-        It does by design where outputs have a batch axis. Where an output without one is spread
-        over the rows to be perturbed, the model must add it row by row: this finds out.
+        This holds for outputs with a batch axis. An output without one is expanded over the rows to
+        be perturbed: the model must then broadcast it row by row.
 
         Args:
-            perturb: Keywords of `run` for a scale of the noise of each row.
+            perturb: Keyword arguments of `run`, given the noise scale of each row.
         """
-        whole, places, one = nothing(self.structure), torch.arange(MORE), torch.ones(MORE)
+        whole, places, one = empty_prefix(self.structure), torch.arange(MORE), torch.ones(MORE)
         first = self.trial(whole, {}, places, **perturb(one))
         second = self.trial(whole, {}, places, **perturb(one + (places == 0)))
         if first is None or second is None:
@@ -269,7 +268,7 @@ def _replay(call: Call, recorded: list[Any] | None, rows: Tensor, edit: Edit | N
             if not isinstance(leaf, Leaf):
                 values.append(leaf)
             elif recorded is None:
-                values.append(_blank(leaf, len(rows)))
+                values.append(_placeholder(leaf, len(rows)))
             elif leaf.axis is None:
                 values.append(recorded[i].clone() if call.mutated else recorded[i])
             else:
@@ -288,6 +287,6 @@ def _edited(edit: Edit) -> Action:
     return action
 
 
-def _blank(leaf: Leaf, rows: int) -> Tensor:
+def _placeholder(leaf: Leaf, rows: int) -> Tensor:
     shape = [rows if dim == leaf.axis else size for dim, size in enumerate(leaf.shape)]
     return torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device).expand(shape)

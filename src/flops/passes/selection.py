@@ -1,4 +1,4 @@
-"""What a group perturbs: modules of the model and their trainable parameters, by name."""
+"""Selections: modules of a group and their trainable parameters, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Selection:
     Attributes:
         name: For reports and messages.
         modules: By their names in the model; empty for bare parameters.
-        parameters: Those that learn.
+        parameters: Trainable parameters.
     """
 
     name: str
@@ -25,10 +25,10 @@ class Selection:
 
 
 def leaves(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The smallest modules whose outputs carry all trainable parameters of a module.
+    """The smallest modules whose outputs depend on all trainable parameters of a module.
 
-    A module with parameters of its own is not split, since they act inside its forward; this
-    keeps nn.MultiheadAttention whole, whose projections never run as modules.
+    A module with its own parameters is not split, since its forward uses them; neither is
+    nn.MultiheadAttention, whose projections never run as modules.
     """
     if not any(p.requires_grad for p in module.parameters()):
         return {}

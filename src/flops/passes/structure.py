@@ -1,12 +1,11 @@
-"""The structure of a forward pass, seen once per kind of input by two passes of a few rows.
+"""The structure of a forward pass, traced once per kind of input with two and three rows.
 
-The passes have two and three rows, so what differs between them is the batch axis, found
-structurally and not by a size that happens to match. Recorded are: the calls of all modules in
-order, what they return, how much work they do, where each trainable parameter is used, and the data
-flow between them (`flops.passes.dataflow`).
+Sizes that differ between the two passes are batch axes. The trace contains the calls of all modules
+in order, their outputs and work, the uses of each trainable parameter, and the data flow
+(`flops.passes.dataflow`).
 
-Structure does not depend on the length of a sequence, shapes and work do: for other lengths of a
-known kind of input one pass of two rows finds these.
+Shapes and work depend on the length of a sequence, the structure does not: another length of a
+known kind of input takes one pass of two rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from flops.errors import BatchError
 from flops.passes.batch import Batch
 from flops.passes.dataflow import ROOT, Flow, FlowMeter
 from flops.passes.flop_count import UseMeter, WorkMeter
-from flops.passes.intercept import Action, everywhere, scripted
+from flops.passes.intercept import Action, everywhere, intercepted
 
 FEW, MORE = 2, 3
 FOLDED = -1
@@ -34,10 +33,10 @@ _CONSTANTS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor in the output of a call: its shape with MORE rows, and where the batch is.
+    """One tensor in the output of a call: its shape with MORE rows, and its batch axis.
 
-    ``axis`` is None for a tensor without a batch axis and FOLDED for one whose batch is folded
-    into another axis (it can be neither replayed nor perturbed by rows).
+    ``axis`` is None without a batch axis, and FOLDED if the batch is folded into another axis: such
+    a tensor can be neither replayed nor perturbed row by row.
     """
 
     shape: tuple[int, ...]
@@ -60,9 +59,9 @@ class Leaf:
 
 @dataclass
 class Call:
-    """One call of one module: when it started and ended, what it cost, took and returned.
+    """One call of one module: start, end, work, inputs and outputs.
 
-    It is ``rowwise`` if no tensor that it takes or returns folds the batch into another axis.
+    It is ``rowwise`` if none of its inputs and outputs folds the batch into another axis.
     """
 
     number: int
@@ -86,7 +85,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Use:
-    """A trainable parameter entered a computation while these calls were active."""
+    """A trainable parameter was used during these calls."""
 
     parameter: int
     calls: tuple[int, ...]
@@ -99,9 +98,9 @@ class Structure:
     Attributes:
         rows: Points of the pass with MORE rows.
         losses: Their losses.
-        rounding: How far the losses of the two passes lie apart.
-        trusted: Whether the data flow tells all that a replay needs.
-        verified: Moments whose prefix was tried out, and whether it may be replayed.
+        rounding: Largest difference between the losses of the two passes.
+        trusted: Whether the data flow is sufficient for replays.
+        verified: Whether the prefix of a time may be replayed, by trial.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Structure:
         return self._by_name.get(name, [])
 
     def agrees(self, losses: Tensor, places: Tensor) -> bool:
-        """Whether losses of the probe's rows are those of the clean pass, but for rounding."""
+        """Whether losses of traced rows equal those of the clean pass up to rounding."""
         tolerance = 1e-5 + 10 * self.rounding
         return torch.allclose(losses, self.losses[places], rtol=1e-4, atol=tolerance)
 
@@ -136,7 +135,7 @@ class Structure:
             yield call
 
     def inside(self, outer: Iterable[int]) -> dict[int, int]:
-        """Every call that lies in one of some calls that do not enclose each other, with that."""
+        """The outer call of every call inside disjoint outer calls, themselves included."""
         found = {number: number for number in outer}
         for call in self.calls:  # parents come before their children
             if call.parent in found:
@@ -144,14 +143,14 @@ class Structure:
         return found
 
     def share(self, calls: Sequence[Call]) -> float:
-        """The part of a whole forward pass's work that these calls do."""
+        """Share of these calls in the work of a forward pass."""
         return sum(call.work for call in calls) / self.total_work if self.total_work else 0.0
 
 
 def inspect(
     model: nn.Module, modules: Mapping[str, nn.Module], batch: Batch, trainable: Mapping[int, str]
 ) -> Structure:
-    """Run the few rows twice and compare; see the module's docstring.
+    """Trace with two and three rows, and compare; see the module's docstring.
 
     Raises:
         BatchError: If the loss of a point depends on the other points of the batch.
@@ -163,11 +162,11 @@ def inspect(
     uses: list[Use] = []
     watch = UseMeter(trainable, lambda p: uses.append(few.use(p)))
     work = WorkMeter(few.charge)
-    with scripted(modules, everywhere(few.copying, modules)), watch, work, few.meter:
+    with intercepted(modules, everywhere(few.copying, modules)), watch, work, few.meter:
         losses_few = batch.losses(model, rows[:FEW])
     few.close()
     few.meter.end(losses_few)
-    with scripted(modules, everywhere(more.action, modules)), more.meter:
+    with intercepted(modules, everywhere(more.action, modules)), more.meter:
         losses = batch.losses(model, rows)
     more.close()
     few.meter.settle(more.meter)
@@ -181,14 +180,14 @@ def inspect(
 def resized(
     known: Structure, model: nn.Module, modules: Mapping[str, nn.Module], batch: Batch
 ) -> Structure | None:
-    """The structure for another length, by one pass of few rows; None if the calls are others."""
+    """The structure for another length, by one pass of two rows; None if the calls differ."""
     recorder, rows = _Recorder(), torch.arange(FEW) % batch.size
     work = WorkMeter(recorder.charge)
-    with scripted(modules, everywhere(recorder.action, modules)), work:
+    with intercepted(modules, everywhere(recorder.action, modules)), work:
         batch.losses(model, rows)
     recorder.close()
     seen = recorder.calls
-    if len(seen) != len(known.calls):  # the data decides what runs, or the length does
+    if len(seen) != len(known.calls):  # the data or the length determines what runs
         return None
     calls = [_resized(old, new) for old, new in zip(known.calls, seen, strict=True)]
     if any(call is None for call in calls):
@@ -223,7 +222,7 @@ _DIFFERENT = object()
 
 
 def _at_length(old: Any, new: Any) -> Any:
-    """A tensor of another length, of the same kind."""
+    """The new leaf if it differs only in length, else _DIFFERENT."""
     if not isinstance(old, Leaf) or not isinstance(new, Leaf):
         return new if isinstance(old, Leaf) == isinstance(new, Leaf) else _DIFFERENT
     alike = (old.dtype, old.device, len(old.shape)) == (new.dtype, new.device, len(new.shape))
@@ -247,16 +246,16 @@ def _check_independent(few: Tensor, more: Tensor) -> None:
     tolerance = 1e-3 * max(1.0, float(more.abs().nan_to_num(0, 0, 0).max()))
     if bool(((few - more).abs() > tolerance).any()):
         raise BatchError(
-            "the loss of a point changes with the other points of its batch "
+            "the loss of a point depends on the other points of its batch "
             f"({few.tolist()} with {FEW} rows, {more.tolist()} with {MORE}): queries of different "
-            "points share a pass, so each loss must depend on its own point alone. Contrastive "
-            "losses and statistics over the batch are not supported; mark an input that all "
-            "points share with flops.Shared."
+            "points share a pass, so each loss must depend only on its own point. Contrastive "
+            "losses and batch statistics are not supported; mark an input that all points share "
+            "with flops.Shared."
         )
 
 
 class _Recorder:
-    """Follows the calls of one pass."""
+    """Records the calls of one pass."""
 
     def __init__(self, meter: FlowMeter | None = None) -> None:
         self.meter = meter or FlowMeter([], [])
@@ -276,7 +275,7 @@ class _Recorder:
             call.inputs = [x if isinstance(x, Leaf) else None for x in _describe(given)]
             before = [_version(x) for x in given]
             out = forward(*args, **kwargs)
-            # A module that writes into its input must run again: replaying it would not.
+            # A module that modifies its input must run again, since a replay would not.
             if [_version(x) for x in given] != before:
                 call.replayable = False
             leaves, call.spec = tree_flatten(out)
@@ -292,11 +291,11 @@ class _Recorder:
         return record
 
     def copying(self, name: str) -> Action:
-        """As `action`; tensors are returned as copies, for the data flow."""
+        """Like `action`, but returns copies of tensors, for the data flow."""
         return self.action(name, copy=True)
 
     def use(self, parameter: int) -> Use:
-        """A use of a parameter here and now."""
+        """A use of a parameter at this time."""
         return Use(parameter, tuple(call.number for call in self.active), self.clock)
 
     def charge(self, work: float) -> None:
@@ -321,14 +320,14 @@ class _Recorder:
         call.leaves = _describe(leaves)
 
     def close(self) -> None:
-        """Find the outputs that somebody wrote into later, and let go of the tensors."""
+        """Detect outputs modified in place, and free the tensors."""
         for call, tensor, version in self._versions:
             call.mutated = call.mutated or _version(tensor) != version
         self._versions.clear()
 
 
 def _version(x: Any) -> int:
-    """How often a tensor was written to; inference tensors do not count that."""
+    """Version counter of a tensor; inference tensors have none."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
@@ -340,10 +339,10 @@ def _describe(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use]) -> Structure:
-    """The calls that both passes made, in the clock of the first, with their batch axes.
+    """The calls of both passes, at the times of the first, with their batch axes.
 
-    Where the data decides what runs (a mixture of experts), the calls differ between the passes
-    and are left out: only the module around them can be replayed or perturbed.
+    Calls that differ between the passes because the data determines what runs (a mixture of
+    experts) are dropped: only the module around them can be replayed or perturbed.
     """
     children_few, children_more = _children(few.calls), _children(more.calls)
     same: dict[int, int] = {}
@@ -381,7 +380,7 @@ def _merge(few: _Recorder, more: _Recorder, uses: Sequence[Use]) -> Structure:
 
 
 def _renumbered(flow: Flow, calls: Sequence[Call], number: Mapping[int, int]) -> Flow:
-    """What happens in a call that was left out happens in the one around it."""
+    """The data flow with dropped calls replaced by the calls around them."""
     place = {ROOT: ROOT}
     for call in calls:
         around = ROOT if call.parent is None else place[call.parent]

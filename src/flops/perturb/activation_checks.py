@@ -1,7 +1,6 @@
-"""What must hold for likelihood ratio to be right about its targets.
+"""Checks of likelihood ratio's assumptions; each prevents a silently wrong gradient.
 
-Each check guards against a gradient that would be wrong without a word. The data flow of the probe
-tells most of it; what it cannot tell is tried out with a few rows.
+Most follow from the traced data flow; where it is hidden, a trial with a few rows decides.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
 from flops.passes.intercept import Action, Forward, Leave
-from flops.passes.local_vjp import LocalTarget, looking
-from flops.passes.replay import Passes, Record, nothing
+from flops.passes.local_vjp import LocalTarget, graph_recorder
+from flops.passes.replay import Passes, Record, empty_prefix
 from flops.passes.structure import FEW
 from flops.perturb.activations import Sites
 
 
 def check_shared_outputs(sites: Sites, passes: Passes) -> None:
-    """An output without a batch axis may get one, if the model then keeps the rows apart."""
+    """Outputs without a batch axis must broadcast over the rows, independently of each other."""
     shared = {sites.structure.calls[s.call].name for s in sites.sites if s.leaf.axis is None}
 
     def perturb(scale: Tensor) -> dict[str, Any]:
@@ -32,16 +31,16 @@ def check_shared_outputs(sites: Sites, passes: Passes) -> None:
         rows = noise.view(len(scale), -1) * scale.to(device).unsqueeze(1)
         return {"edits": sites.edits(rows, 0.1)}
 
-    if shared and not passes.rows_apart(perturb):
+    if shared and not passes.rows_are_independent(perturb):
         raise CoverageError(
             f"the output of target {sorted(shared)} has no batch axis, and the model does not "
-            "take one, so it cannot be perturbed point by point; give the module around it, or "
-            "use SPSA(shared=True) for it"
+            "broadcast over one, so it cannot be perturbed point by point; give the module "
+            "around it, or use SPSA(shared=True) for it"
         )
 
 
 def check_foreign(sites: Sites) -> None:
-    """No other group may train inside a target: the graph of its product would span both."""
+    """No other group may train inside a target: the graph of its VJP would contain both."""
     calls = sites.structure.calls
     for target in sites.local:
         own = {id(p) for p in target.parameters}
@@ -55,15 +54,15 @@ def check_foreign(sites: Sites) -> None:
 
 
 def check_differentiable(passes: Passes, bindings: Sequence[Any], wanted: Iterable[int]) -> Record:
-    """Where a parameter moves its target's output, a gradient must flow back to it.
+    """If an output depends on a parameter of its target, a gradient must flow back to it.
 
-    One pass of few rows shows it for all targets of all groups: their graphs are looked at, no
-    derivative is taken.
+    One pass of two rows checks the autograd graphs of all targets of all groups, without a backward
+    pass.
 
     Args:
-        passes: Passes over the probe.
-        bindings: Of all groups.
-        wanted: Calls to record on the way.
+        passes: Passes over the batch.
+        bindings: Bindings of all groups.
+        wanted: Calls to record in the same pass.
 
     Returns:
         Outputs of the wanted calls.
@@ -74,7 +73,7 @@ def check_differentiable(passes: Passes, bindings: Sequence[Any], wanted: Iterab
     for group in sites:
         for target in group.local:
             at = [site.leaf_index for site in group.sites if site.call == target.last]
-            around.update(looking(target, at, found))
+            around.update(graph_recorder(target, at, found))
     record = passes.recorded(wanted, around)
     for group in sites:
         for target in group.local:
@@ -106,7 +105,7 @@ def _moves_output(
 
 
 def _output(passes: Passes, call: int) -> list[Any]:
-    """Copies of a call's output; the pass is left there."""
+    """Copies of a call's output; the pass stops there."""
     seen: list[Any] = []
 
     def leave(out: Any) -> Any:
@@ -114,12 +113,12 @@ def _output(passes: Passes, call: int) -> list[Any]:
         raise Leave
 
     with suppress(Leave):
-        passes.trial(nothing(passes.structure), {}, torch.arange(FEW), edits={call: leave})
+        passes.trial(empty_prefix(passes.structure), {}, torch.arange(FEW), edits={call: leave})
     return seen
 
 
 def check_bypass(sites: Sites, passes: Passes) -> None:
-    """The targets' parameters must act on the loss through the perturbed outputs alone."""
+    """The targets' parameters must affect the loss only through the perturbed outputs."""
     calls, hidden = sites.structure.calls, False
     for target in sites.local:
         span = (calls[target.first].start, calls[target.last].end)
@@ -134,7 +133,7 @@ def check_bypass(sites: Sites, passes: Passes) -> None:
 
 
 def _try_bypass(sites: Sites, passes: Passes) -> None:
-    """The targets run with other parameters but return their clean outputs: no loss may move."""
+    """Targets run with other parameters but return their clean outputs: no loss may change."""
     structure = sites.structure
     saved: dict[nn.Parameter, Tensor] = {}
     around: dict[int, Action] = {}
@@ -144,7 +143,7 @@ def _try_bypass(sites: Sites, passes: Passes) -> None:
         around[target.last] = _clean_output(target, saved, sites, clean[target.last])
     places = torch.arange(FEW)
     try:
-        losses = passes.trial(nothing(structure), {}, places, around=around)
+        losses = passes.trial(empty_prefix(structure), {}, places, around=around)
     finally:
         for parameter, data in saved.items():
             parameter.data = data
@@ -154,10 +153,10 @@ def _try_bypass(sites: Sites, passes: Passes) -> None:
 
 def _bypass(sites: Sites, names: list[str]) -> CoverageError:
     return CoverageError(
-        f"group '{sites.group}': its parameters act on the loss not only through the output "
-        f"of {names}: there is a skip connection past it, or something is left in an attribute "
-        "for a later module. Give the module around both, or use SPSA; for a stage use "
-        'targets="block", or end it behind the connection.'
+        f"group '{sites.group}': its parameters affect the loss not only through the output "
+        f"of {names}: there is a skip connection past it, or an attribute that a later module "
+        "reads. Give the module around both, or use SPSA; for a stage use "
+        'targets="block", or end it after the connection.'
     )
 
 
@@ -186,7 +185,7 @@ def _clean_output(
             parameter.data = saved.pop(parameter)
         leaves, spec = tree_flatten(out)
         for i, leaf in enumerate(leaves):
-            # Integers pass no derivative on, so they are as in the clean pass, too.
+            # No derivative flows through integers, so these are clean, too.
             if isinstance(leaf, Tensor) and (i in perturbed or not leaf.is_floating_point()):
                 leaves[i] = clean[i].clone()
         return tree_unflatten(leaves, spec)

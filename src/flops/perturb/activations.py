@@ -1,9 +1,9 @@
-"""Noise sites: the outputs that likelihood ratio perturbs, laid side by side in one row.
+"""Noise sites: the outputs that likelihood ratio perturbs, concatenated in one row.
 
-A site is one tensor in the output of one call; a module that is called twice has two. The noise
-of a row is one vector over all sites of the group. An output that all points share (a table of
-positions) is spread over the rows when noise is added; its delta is the sum over the points. Noise
-may be limited to the last tokens of each sequence; the delta of the others is 0.
+A site is one tensor in the output of one call; a module that is called twice has two. The noise of
+a row is one vector over all sites of the group. An output that all points share (position
+embeddings) is expanded over the rows when noise is added; its delta is the sum over the points.
+Noise may be limited to the last tokens of each sequence; the delta of the others is 0.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flops.errors import CoverageError
 from flops.passes.binding import Binding
 from flops.passes.local_vjp import LocalTarget, local_share
-from flops.passes.replay import Edit, Passes, Prefix, nothing
+from flops.passes.replay import Edit, Passes, Prefix, empty_prefix
 from flops.passes.structure import FOLDED, Call, Leaf, Use
 from flops.perturb.noise_tables import values as noise_values
 
 
 @dataclass(frozen=True)
 class Site:
-    """One perturbed tensor: output position ``leaf_index`` of a call, at ``offset`` in a row.
+    """One perturbed tensor: leaf ``leaf_index`` of a call's output, at ``offset`` in a row.
 
-    The first ``skipped`` tokens of a row have no noise, and are not in ``row_shape``.
+    The first ``skipped`` tokens have no noise, and are not in ``row_shape``.
     """
 
     call: int
@@ -63,7 +63,7 @@ class Sites(Binding):
         for site in self.sites:
             self.dtype = torch.promote_types(self.dtype, site.leaf.dtype)
         calls = self.structure.calls
-        # Outputs that nothing else can hold: noise is added in place.
+        # Outputs without other references: noise is added in place.
         self._fresh = {
             site.call
             for site in self.sites
@@ -76,20 +76,20 @@ class Sites(Binding):
             self.query_prefix = passes.prefix(first_end.end, keep)
             self.local_prefix = passes.prefix(min(calls[t.first].start for t in local))
         else:
-            self.query_prefix = self.local_prefix = nothing(self.structure)
+            self.query_prefix = self.local_prefix = empty_prefix(self.structure)
         self.prefixes = (self.query_prefix, self.local_prefix)
-        # From the start: what stands between replayed calls runs again, and may read a parameter.
+        # From the start: code between replayed calls runs again, and may read a parameter.
         self.local_span = (0, max(calls[t.last].end for t in local))
         self._shares: dict[int, float] = {}
 
     def local_share(self, rows: int) -> float:
-        """Cost of the local products of a point in passes of so many rows, in forward passes."""
+        """Cost of the local VJPs of a point, in forward passes, with this many rows a pass."""
         if rows not in self._shares:
             self._shares[rows] = local_share(self.structure, self.local_prefix, self.local, rows)
         return self._shares[rows]
 
     def covers(self, use: Use) -> bool:
-        """Inside one of the targets, for a parameter of that target."""
+        """Whether the use lies inside a target that has the parameter."""
         calls = self.structure.calls
         return any(
             calls[t.first].start <= use.time < calls[t.last].end
@@ -98,7 +98,7 @@ class Sites(Binding):
         )
 
     def edits(self, noise: Tensor, sigma: float) -> dict[int, Edit]:
-        """Add sigma * noise to the outputs; noise has shape (rows, size), or is its bits."""
+        """Edits that add sigma * noise, shape (rows, size) or its 16-bit codes, to the outputs."""
         by_call: dict[int, list[Site]] = {}
         for site in self.sites:
             by_call.setdefault(site.call, []).append(site)
@@ -108,7 +108,7 @@ class Sites(Binding):
         }
 
     def split(self, delta: Tensor) -> dict[int, dict[int, Tensor]]:
-        """Cut rows of all sites into tensors by call and output position, batch first."""
+        """Split rows of all sites into tensors by call and output position, batch first."""
         parts: dict[int, dict[int, Tensor]] = {}
         for site in self.sites:
             part = delta[:, site.offset : site.offset + site.size]
@@ -168,7 +168,7 @@ def _sites(
 def _perturbed(call: Call, module: nn.Module) -> list[tuple[int, Leaf]]:
     floating = [(i, leaf) for i, leaf in call.tensors if leaf.dtype.is_floating_point]
     if isinstance(module, nn.MultiheadAttention):
-        floating = floating[:1]  # the second output is the attention map, for looking at
+        floating = floating[:1]  # the second output is the attention map, which no loss uses
     if any(leaf.axis == FOLDED for _, leaf in floating):
         raise CoverageError(
             f"the output of target '{call.name}' folds the batch into another axis (shape "

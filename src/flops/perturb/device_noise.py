@@ -1,11 +1,11 @@
-"""Random words made on a device from a few integers: SplitMix64 as a counter-based hash.
+"""Random words generated on the device: SplitMix64 as a counter-based hash.
 
 Word c of the sequence (k, gamma), gamma odd, is
 
     x = k + c gamma,    x = (x ^ x >> 30) m1,    x = (x ^ x >> 27) m2,    word = x ^ x >> 31
 
-modulo 2^64, with logical shifts. Each key has a gamma of its own, so that no sequence is a part of
-another. All of it is integer arithmetic: words are the same on every device and machine.
+modulo 2^64, with logical shifts. Each key has its own gamma, so that no sequence is part of
+another. All arithmetic is on integers: words are equal on all devices and machines.
 
 Reference: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 
 PHI, M1, M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-TRANSITIONS = 24  # fewer changes from bit to bit make a gamma under which words look alike
+TRANSITIONS = 24  # with fewer bit transitions, gamma makes correlated words
 
 Sequence = tuple[int, int]
-"""Where a sequence starts, and its gamma."""
+"""Start and gamma of a sequence."""
 
 
 def mixed(x: int) -> int:
@@ -32,7 +32,7 @@ def mixed(x: int) -> int:
 
 
 def sequence(key: int) -> Sequence:
-    """That of a 64-bit key."""
+    """The sequence of a 64-bit key."""
     gamma = mixed(key + PHI) | 1
     if (gamma ^ gamma >> 1).bit_count() < TRANSITIONS:
         gamma ^= 0xAAAAAAAAAAAAAAAA
@@ -40,7 +40,7 @@ def sequence(key: int) -> Sequence:
 
 
 def advanced(sequence: Sequence, count: int) -> Sequence:
-    """The rest of a sequence behind its first ``count`` words; as signed 64-bit integers."""
+    """The sequence after its first ``count`` words, as signed 64-bit integers."""
     start, gamma = sequence
     return _signed(start + count * gamma), _signed(gamma)
 
@@ -56,8 +56,8 @@ def row_words(sequences: Tensor, count: int) -> Tensor:
     """The first words of many sequences, shape (rows, count).
 
     Args:
-        sequences: One a row, signed, shape (rows, 2), on the device where words are made.
-        count: Words of each.
+        sequences: One per row, signed, shape (rows, 2), on the device of the words.
+        count: Words per row.
     """
     places = torch.arange(count, dtype=torch.int64, device=sequences.device)
     return _mix((places * sequences[:, 1:]).add_(sequences[:, :1]))
@@ -70,10 +70,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor, bits: int) -> Tensor:
-    """In place x ^ x >> bits; torch's shift of int64 copies the sign, which is masked."""
+    """In place x ^ x >> bits; torch shifts int64 arithmetically, so the sign bits are masked."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
 def _signed(word: int) -> int:
-    """The int64 that has the lower 64 bits of a word."""
+    """The lower 64 bits of a word as int64."""
     return (word + (1 << 63) & MASK) - (1 << 63)

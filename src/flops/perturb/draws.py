@@ -1,8 +1,8 @@
-"""Draws on a group's parameters as keys and scalars: of their noise a piece exists at a time.
+"""Draws on a group's parameters as keys and scalars; their noise is generated piece by piece.
 
-A draw is a row of noise from its key, as long as all parameters of the group one after the other.
-So the noise of a parameter depends on its place among them, not on the order of the modules, and a
-tied parameter has one draw wherever it is used.
+A draw is one row of noise over the concatenated parameters of the group, from its key. So the noise
+of a parameter depends on its position among them, not on the order of the modules, and a tied
+parameter always has the same noise.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch._utils import _unflatten_dense_tensors
 from flops.passes.inner_products import squared_norm
 from flops.perturb.random import SharedKind, fill, noise_pieces
 
-KEEP = 1 << 22  # values of a small group, 16 MB: little beside any process
+KEEP = 1 << 22  # values of a small group, 16 MB
 
 
 @dataclass(frozen=True)
 class DrawShape:
-    """What is drawn for: parameters, and rows of them that get no noise.
+    """Parameters of a draw, and their rows without noise.
 
     Attributes:
-        parameters: Those of a group, in a fixed order.
+        parameters: Parameters of a group, in a fixed order.
         padding: Rows without noise, by the number of the parameter.
     """
 
@@ -36,22 +36,22 @@ class DrawShape:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Values of each parameter."""
+        """Number of values of each parameter."""
         return [p.numel() for p in self.parameters]
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each parameter begins in a draw, and where the last one ends."""
+        """Start of each parameter in a draw, and the end of the last one."""
         return [0, *accumulate(self.sizes)]
 
     @cached_property
     def small(self) -> bool:
-        """Whether a draw is handled as one row: it is little memory, and all of one kind."""
+        """Whether a draw is stored as one row: it is small, and of one device and type."""
         kinds = {(p.device, p.dtype, p.is_contiguous()) for p in self.parameters}
         return self.offsets[-1] <= KEEP and len(kinds) == 1 and not self.padding
 
     def views(self, row: Tensor) -> tuple[Tensor, ...]:
-        """The part of a row for each parameter, in its shape."""
+        """Views of a row in the shapes of the parameters."""
         parts: tuple[Tensor, ...] = _unflatten_dense_tensors(row, self.parameters)
         return parts
 
@@ -64,15 +64,15 @@ def shifted(
     offset: int = 0,
     padding: int | None = None,
 ) -> Tensor:
-    """``data + alpha z`` in memory of its own, for the noise z of a key from an offset on.
+    """``data + alpha z`` as a new tensor, for the noise z of a key from an offset on.
 
     Args:
-        data: Of a parameter.
-        kind: Which noise.
-        key: Of the draw.
+        data: Data of a parameter.
+        kind: Distribution of the noise.
+        key: Key of the draw.
         alpha: Scale.
-        offset: Where the parameter begins in the draw.
-        padding: A row that gets none.
+        offset: Start of the parameter in the draw.
+        padding: A row without noise.
     """
     if not data.is_contiguous():
         z = torch.empty(data.shape, dtype=torch.float32, device=data.device)
@@ -90,14 +90,14 @@ def shifted(
 
 @dataclass(frozen=True)
 class Draws:
-    """A gradient g = sum_i weights[i] z_i of a group, where z_i follows from (*key, i).
+    """A gradient g = sum_i weights[i] z_i of a group, where z_i is generated from (*key, i).
 
     Attributes:
-        kind: Which noise.
-        key: Of the group in its step.
-        weights: Of the draws.
-        shape: What is drawn for.
-        kept: Rows of draws that are still in memory, by their numbers.
+        kind: Distribution of the noise.
+        key: (seed, step, group).
+        weights: Weights of the draws.
+        shape: Parameters of the draws.
+        kept: Cached rows of draws, by number.
     """
 
     kind: SharedKind
@@ -107,9 +107,9 @@ class Draws:
     kept: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor, float]]:
-        """Each parameter with its gradient, in float32 or wider, and the squared length of that.
+        """Each parameter with its gradient, in float32 or wider, and the squared norm of that.
 
-        One is made after the other, but for small groups; each has memory of its own.
+        Gradients are generated one after the other, except for small groups; none is a view.
         """
         if self.shape.small:
             for parameter, part in zip(
@@ -133,8 +133,8 @@ class Draws:
         Sums are formed in float32 or wider and rounded once.
 
         Args:
-            alpha: Scale of all of it.
-            earlier: Factor f_k and draws g_k of gradients of the same parameters.
+            alpha: Common scale.
+            earlier: Factors f_k and gradients g_k of the same parameters.
         """
         parameters: list[Tensor] = list(self.shape.parameters)
         if self.shape.small:
@@ -150,7 +150,7 @@ class Draws:
         parameter, energy = self.shape.parameters[number], 0.0
         others = [(factor, draws._pieces(number)) for factor, draws in earlier]
         target: Tensor = parameter
-        if not parameter.is_contiguous():  # its values do not stand in the order of the noise
+        if not parameter.is_contiguous():  # its memory is not in the order of the noise
             target = torch.zeros(parameter.shape, dtype=_wide(parameter), device=parameter.device)
         flat = target.view(-1)
         for begin, part in self._pieces(number):
@@ -163,7 +163,7 @@ class Draws:
         return energy
 
     def _row(self) -> Tensor:
-        """The gradient of all parameters of a small group, in memory of its own."""
+        """The gradient of all parameters of a small group, as a new row."""
         first, size = self.shape.parameters[0], self.shape.offsets[-1]
         total, spare = torch.empty(0), torch.empty(0)
         for draw, weight in enumerate(self.weights):
@@ -176,9 +176,9 @@ class Draws:
         return total
 
     def _pieces(self, number: int) -> Iterator[tuple[int, Tensor]]:
-        """A parameter's gradient: where a piece begins, and its values, to use before the next.
+        """Start and values of each piece of a parameter's gradient; the next overwrites them.
 
-        Pieces of a parameter are the same for all draws on it.
+        A parameter has the same pieces in all draws.
         """
         parameter, at = self.shape.parameters[number], self.shape.offsets[number]
         size, device, wide = parameter.numel(), parameter.device, _wide(parameter)

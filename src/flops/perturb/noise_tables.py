@@ -1,7 +1,7 @@
 """From random bits to noise: 8 bits are 8 signs, 16 bits one of 65,536 normal quantiles.
 
-A 64-bit word holds 64 signs or 4 normals, the lowest bits first. Tables are kept on every device
-that has looked something up; bits of normals may be kept in their stead, as int16.
+A 64-bit word holds 64 signs or 4 normals, the lowest bits first. Tables are cached on every device.
+Normals may be stored as their 16-bit codes (int16).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CACHED = 1 << 17  # values that are looked up at once on the CPU: more would leave the cache
+CACHED = 1 << 17  # values per lookup on the CPU: more would not fit into the cache
 
 
 def _signs() -> Tensor:
@@ -29,24 +29,24 @@ def _normals() -> Tensor:
 
 @cache
 def table(signs: bool, device: torch.device) -> Tensor:
-    """Values of 8 bits if these are signs, else of 16."""
+    """Lookup table of 8-bit groups of signs, or of 16-bit codes of normals."""
     with torch.inference_mode(mode=False):
         return (_signs() if signs else _normals()).to(device)
 
 
 def look_up(signs: bool, words: np.ndarray | Tensor, out: Tensor) -> None:
-    """Values of words, or normals' bits where ``out`` is int16.
+    """Write the values of random words, or the codes of normals if ``out`` is int16.
 
     Args:
-        signs: Whether they are signs.
-        words: Of 64 bits, as an array or as a tensor on the device of ``out``.
-        out: Flat, contiguous, with room for all their values.
+        signs: Signs or normals.
+        words: 64-bit words, as an array or as a tensor on the device of ``out``.
+        out: Flat, contiguous, of the length of all values.
     """
     if out.dtype == torch.int16:
         bits = torch.from_numpy(words.view(np.int16)) if isinstance(words, np.ndarray) else words
         out.copy_(bits.view(-1).view(torch.int16))
         return
-    if isinstance(words, np.ndarray):  # half of torch's time where words are few
+    if isinstance(words, np.ndarray):  # half of torch's time for few words
         index = torch.from_numpy(words.view(np.uint8 if signs else np.uint16).astype(np.int32))
     else:
         index = _index(words.view(-1).view(torch.uint8 if signs else torch.int16))
@@ -55,7 +55,7 @@ def look_up(signs: bool, words: np.ndarray | Tensor, out: Tensor) -> None:
 
 
 def values(noise: Tensor, begin: int, end: int) -> Tensor:
-    """Columns of noise, looked up where only its bits are kept."""
+    """Columns of noise, looked up if it is stored as codes."""
     part = noise[:, begin:end]
     if noise.dtype != torch.int16:
         return part
@@ -69,7 +69,7 @@ def values(noise: Tensor, begin: int, end: int) -> Tensor:
 
 
 def negative(noise: Tensor) -> Tensor:
-    """The opposite draws: the table is symmetric, so the bits of -z are those of z inverted."""
+    """The negative draws: the table is symmetric, so codes of -z are inverted codes of z."""
     return noise.bitwise_not() if noise.dtype == torch.int16 else -noise
 
 

@@ -1,9 +1,9 @@
-"""Units: the module calls around which parameters are perturbed.
+"""Parameter calls: module calls during which parameters are perturbed.
 
-A parameter is perturbed while a *unit* runs: the nearest module around it that the forward pass
-calls. That is its own module as a rule, nn.MultiheadAttention for its projections (which never
-run), and the model itself for a bare parameter in the root. A tied parameter has a unit for each
-of its places, each with noise of its own: the estimate is then the sum over its uses.
+A parameter is perturbed while its *called module* runs: the innermost module around it that the
+forward pass calls. Usually this is its own module, but nn.MultiheadAttention for its projections
+(which never run), and the model itself for a bare parameter of the root. A tied parameter is
+perturbed in each of its modules, with independent noise: the estimate is the sum over its uses.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.passes.binding import Binding
-from flops.passes.intercept import Action, Forward, everywhere, scripted
-from flops.passes.replay import Passes, Prefix, nothing
+from flops.passes.intercept import Action, Forward, everywhere, intercepted
+from flops.passes.replay import Passes, Prefix, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Leaf, Structure, Use
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A called module and the parameters that are perturbed while it runs, by their path in it.
+class CalledModule:
+    """A module that is called, and the parameters perturbed while it runs, by their path in it.
 
-    An embedding's lookup has no gradient for the row of its padding, but other uses of the table
-    do. ``padding`` is, by path, the row that only such lookups read: it gets no noise. ``lookups``
-    are the embeddings whose padding has noise for the sake of other uses: they read it clean.
+    The padding row of an embedding has no gradient from lookups, but from other uses of the table.
+    ``padding`` is, by path, the row that is only looked up: it gets no noise. ``lookups`` are
+    embeddings whose padding row has noise because of other uses: lookups return it unperturbed.
     """
 
     name: str
@@ -42,73 +42,73 @@ class Unit:
     lookups: tuple[nn.Embedding, ...]
 
     def size(self, path: str) -> int:
-        """How many entries of a parameter get noise."""
+        """Number of perturbed values of a parameter."""
         parameter = self.parameters[path]
         return parameter.numel() - (parameter[0].numel() if path in self.padding else 0)
 
     def clean_padding(self) -> AbstractContextManager[None]:
-        """From here on the lookups read their padding as it is now."""
+        """Padding lookups return unperturbed values inside this context."""
         lookups = {str(i): module for i, module in enumerate(self.lookups)}
-        return scripted(lookups, everywhere(lambda name: _clean_row(lookups[name]), lookups))
+        return intercepted(lookups, everywhere(lambda name: _clean_row(lookups[name]), lookups))
 
 
-class Units(Binding):
-    """The units of a group, and the prefix that ends before the first of them starts.
+class ParameterCalls(Binding):
+    """The parameter calls of a group, and the prefix that ends before the first of them.
 
     Attributes:
-        structure: Of the forward pass.
-        units: Each with its parameters.
-        prefix: What queries replay.
-        parameters: All parameters of the group, in an order that no forward pass decides.
+        structure: Structure of the forward pass.
+        modules: Called modules with their parameters.
+        prefix: Prefix of the queries.
+        parameters: All parameters of the group, in an order independent of the forward pass.
     """
 
     def __init__(
         self,
         structure: Structure,
-        units: tuple[Unit, ...],
+        modules: tuple[CalledModule, ...],
         prefix: Prefix,
         parameters: tuple[nn.Parameter, ...],
     ) -> None:
-        self.structure, self.units, self.prefix = structure, units, prefix
+        self.structure, self.modules, self.prefix = structure, modules, prefix
         self.parameters, self.prefixes = parameters, (prefix,)
 
     @property
     def size(self) -> int:
         """Number of perturbed parameters."""
-        return sum(unit.size(path) for unit in self.units for path in unit.parameters)
+        return sum(called.size(path) for called in self.modules for path in called.parameters)
 
     def covers(self, use: Use) -> bool:
-        """While a unit of that parameter runs."""
+        """Whether a called module of the parameter is running."""
         return not self._calls.get(use.parameter, frozenset()).isdisjoint(use.calls)
 
     @cached_property
     def _calls(self) -> dict[int, frozenset[int]]:
-        """Calls of the units of each parameter."""
+        """Calls during which each parameter is perturbed."""
         found: dict[int, frozenset[int]] = {}
-        for unit in self.units:
-            for p in unit.parameters.values():
-                found[id(p)] = found.get(id(p), frozenset()).union(unit.calls)
+        for called in self.modules:
+            for p in called.parameters.values():
+                found[id(p)] = found.get(id(p), frozenset()).union(called.calls)
         return found
 
     @cached_property
     def root(self) -> int | None:
-        """The call of the whole model, if perturbing the parameters there is the same; else None.
+        """The root call, if perturbing all parameters during it is equivalent; else None.
 
-        It is not where a use lies outside of the units, or a lookup reads its padding clean.
+        It is not if a use lies outside of these calls, or a lookup returns unperturbed padding.
         """
         uses = [use for use in self.structure.uses if use.parameter in self._calls]
-        clean = any(unit.padding or unit.lookups for unit in self.units)
+        clean = any(called.padding or called.lookups for called in self.modules)
         if clean or not all(self.covers(use) for use in uses):
             return None
         return self.structure.of("")[0].number
 
     @cached_property
     def padding(self) -> dict[int, int]:
-        """Rows that no unit perturbs, by the number of their parameter."""
+        """Rows that are never perturbed, by the number of their parameter."""
         rows: dict[nn.Parameter, set[int | None]] = {}
-        for unit in self.units:
-            for path, parameter in unit.parameters.items():
-                rows.setdefault(parameter, set()).add(unit.padding.get(path))
+        for called in self.modules:
+            for path, parameter in called.parameters.items():
+                rows.setdefault(parameter, set()).add(called.padding.get(path))
         found = {}
         for number, parameter in enumerate(self.parameters):
             row = rows[parameter].pop() if len(rows[parameter]) == 1 else None
@@ -119,9 +119,9 @@ class Units(Binding):
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a parameter's noise lies in a row: a of length ``out``, then b of length ``rest``."""
+    """A parameter's noise in a row: a of length ``out``, then b of length ``rest``."""
 
-    unit: Unit
+    called: CalledModule
     path: str
     parameter: nn.Parameter
     offset: int
@@ -129,19 +129,19 @@ class Entry:
     rest: int
 
     def cut(self, z: Tensor) -> Any:
-        """The signs of this parameter: a and b, or a vector."""
+        """The noise of this parameter: a and b, or a vector."""
         middle = self.offset + self.out
         z = z.to(self.parameter.device)
         a = z[:, self.offset : middle]
         if not self.rest:
             return a
-        padding = self.unit.padding.get(self.path)
+        padding = self.called.padding.get(self.path)
         if padding is not None:
             a = a.index_fill(1, torch.tensor([padding], device=a.device), 0)
         return a, z[:, middle : middle + self.rest]
 
     def noise(self, z: Tensor, scale: Tensor | float = 1.0) -> Any:
-        """Cut, in the precision of the parameter; a and vectors times a scale, b as it is."""
+        """Like `cut`, in the parameter's precision, with a or the vector scaled."""
         found, dtype = self.cut(z), self.parameter.dtype
         if isinstance(scale, Tensor):
             scale = scale.to(self.parameter.device)
@@ -150,43 +150,45 @@ class Entry:
         return (found * scale).to(dtype)
 
 
-def find_units(
-    group: Selection, passes: Passes, reuse: bool, thin: tuple[type[nn.Module], ...] = ()
-) -> Units:
-    """Assign every parameter of a group to the units that use it.
+def find_parameter_calls(
+    group: Selection, passes: Passes, reuse: bool, rowwise: tuple[type[nn.Module], ...] = ()
+) -> ParameterCalls:
+    """Assign every parameter of a group to the called modules that use it.
 
     Args:
         group: The group.
-        passes: Passes over the structure of the model.
-        reuse: Whether to replay what ends before the first unit.
-        thin: Given for independent draws: the types whose rows can be perturbed by themselves.
-            A unit of any other type is perturbed as a whole with the units inside it, and every
-            unit must take and return rows.
+        passes: Passes over the batch.
+        reuse: Whether to replay calls before the first perturbed one.
+        rowwise: For per-point draws: module types with a row-wise perturbation. A module of any
+            other type is perturbed as a whole, including the modules inside it, and every called
+            module must take and return rows.
     """
     structure = passes.structure
     found: dict[str, dict[str, nn.Parameter]] = {}
-    for owner, local, parameter in _owners(group, passes.modules, thin):
-        everywhere = not group.modules  # parameters without modules are meant in all their uses
-        name = _unit_of(owner, parameter, passes, thin, everywhere)
+    for owner, local, parameter in _owners(group, passes.modules, rowwise):
+        everywhere = not group.modules  # bare parameters are perturbed in all their uses
+        name = _module_of(owner, parameter, passes, rowwise, everywhere)
         if name is None:
             raise CoverageError(
                 f"group '{group.name}': '{owner or 'model'}' "
-                + ("cannot be perturbed row by row; use shared=True for it" if thin else "")
-                + ("" if thin else "never runs in the forward pass")
+                + ("cannot be perturbed row by row; use shared=True for it" if rowwise else "")
+                + ("" if rowwise else "never runs in the forward pass")
             )
         path = f"{owner}.{local}".lstrip(".")
         found.setdefault(name, {})[path[len(name) + 1 :] if name else path] = parameter
-    if thin:
-        _absorb(found, passes.modules, thin)
+    if rowwise:
+        _absorb(found, passes.modules, rowwise)
     else:
         _drop_nested(found, structure)
-    units = tuple(_unit(name, found[name], passes, bool(thin)) for name in found)
-    start = min(_first_use(unit, structure, bool(thin)) for unit in units)
-    prefix = passes.prefix(start) if reuse else nothing(structure)
-    return Units(structure, units, prefix, group.parameters)
+    modules = tuple(_called(name, found[name], passes, bool(rowwise)) for name in found)
+    start = min(_first_use(called, structure, bool(rowwise)) for called in modules)
+    prefix = passes.prefix(start) if reuse else empty_prefix(structure)
+    return ParameterCalls(structure, modules, prefix, group.parameters)
 
 
-def _unit(name: str, parameters: Mapping[str, nn.Parameter], passes: Passes, by_path: bool) -> Unit:
+def _called(
+    name: str, parameters: Mapping[str, nn.Parameter], passes: Passes, by_path: bool
+) -> CalledModule:
     module, calls = passes.modules[name], [call.number for call in passes.structure.of(name)]
     padding = {}
     for path, parameter in parameters.items():
@@ -199,7 +201,7 @@ def _unit(name: str, parameters: Mapping[str, nn.Parameter], passes: Passes, by_
         rows = [padding.get(k) for k, p in parameters.items() if _padding(lookup, p) is not None]
         if rows and isinstance(lookup, nn.Embedding) and lookup.padding_idx not in rows:
             lookups.append(lookup)
-    return Unit(name, module, parameters, tuple(calls), padding, tuple(lookups))
+    return CalledModule(name, module, parameters, tuple(calls), padding, tuple(lookups))
 
 
 def _idle_row(
@@ -207,8 +209,8 @@ def _idle_row(
 ) -> int | None:
     """The row that all uses during the calls look up as padding.
 
-    With noise of its own at each path, only uses by the path's owner count; a module without
-    children can read no path but its own.
+    With independent noise at each path, only uses by the path's owner count; a module without
+    children reads only its own path.
     """
     structure = passes.structure
     holders = {n: m for n, m in passes.modules.items() if _holds(m, parameter)}
@@ -229,7 +231,7 @@ def _idle_row(
 
 
 def _padding(module: nn.Module, parameter: nn.Parameter) -> int | None:
-    """The row of a table for which its lookup gives no gradient."""
+    """The row of a table without a gradient from lookups."""
     table = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
     return module.padding_idx if table is parameter else None  # type: ignore[return-value]
 
@@ -251,10 +253,10 @@ def _clean_row(module: nn.Embedding) -> Action:
     return action
 
 
-def _first_use(unit: Unit, structure: Structure, whole: bool) -> int:
-    """When the unit's noise first matters: what ends before that can be replayed."""
-    start = structure.calls[unit.calls[0]].start
-    wanted = {id(p) for p in unit.parameters.values()}
+def _first_use(called: CalledModule, structure: Structure, whole: bool) -> int:
+    """First time at which the noise matters: earlier calls can be replayed."""
+    start = structure.calls[called.calls[0]].start
+    wanted = {id(p) for p in called.parameters.values()}
     times = {use.parameter: use.time for use in reversed(structure.uses)}
     if whole or not wanted <= set(times):
         return start
@@ -262,27 +264,27 @@ def _first_use(unit: Unit, structure: Structure, whole: bool) -> int:
 
 
 def _owners(
-    group: Selection, modules: Mapping[str, nn.Module], thin: tuple[type[nn.Module], ...]
+    group: Selection, modules: Mapping[str, nn.Module], rowwise: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, str, nn.Parameter]]:
     wanted = {id(p) for p in group.parameters}
     inside = {id(child) for module in group.modules.values() for child in module.modules()}
     for name, module in modules.items():
         if group.modules and id(module) not in inside:
             continue
-        known = type(module) in thin  # computes with the first of a parameter's names
+        known = type(module) in rowwise  # uses the first of a parameter's names
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=known):
             if id(parameter) in wanted:
                 yield name, local, parameter
 
 
-def _unit_of(
+def _module_of(
     owner: str,
     parameter: nn.Parameter,
     passes: Passes,
-    thin: tuple[type[nn.Module], ...],
+    rowwise: tuple[type[nn.Module], ...],
     everywhere: bool,
 ) -> str | None:
-    """The nearest module around the owner that runs, and around all uses if so wanted."""
+    """The innermost called module around the owner, and around all uses if ``everywhere``."""
     structure = passes.structure
     uses, places = [], []
     if everywhere:
@@ -292,7 +294,7 @@ def _unit_of(
     while True:
         calls = structure.of(name)
         at = {call.number for place in [name, *places] for call in structure.of(place)}
-        fits = not thin or all(_by_rows(call, passes.modules[name], thin) for call in calls)
+        fits = not rowwise or all(_by_rows(call, passes.modules[name], rowwise) for call in calls)
         if calls and fits and all(at & use for use in uses):
             return name
         if not name:
@@ -304,18 +306,20 @@ def _holds(module: nn.Module, parameter: nn.Parameter) -> bool:
     return any(p is parameter for p in module.parameters(recurse=False))
 
 
-def _by_rows(call: Call, module: nn.Module, thin: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a call takes and returns rows, or a table that can be spread over the rows."""
+def _by_rows(call: Call, module: nn.Module, rowwise: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a call takes and returns rows, or a table that can be expanded over them."""
     if not call.rowwise:
         return False
     if any(leaf.axis is not None for _, leaf in call.tensors):
         return True
     ends = [*call.inputs[:1], *call.leaves]
-    return type(module) in thin and all(isinstance(x, Leaf) and x.shape[:1] == (1,) for x in ends)
+    return type(module) in rowwise and all(
+        isinstance(x, Leaf) and x.shape[:1] == (1,) for x in ends
+    )
 
 
 def _drop_nested(found: dict[str, dict[str, nn.Parameter]], structure: Structure) -> None:
-    """A tied parameter that is shifted around an outer module is so in all modules inside."""
+    """Drop tied parameters of inner modules that are perturbed in an outer module anyway."""
     for inner in list(found):
         enclosing = [{c.name for c in structure.ancestors(call)} for call in structure.of(inner)]
         outer = [n for n in found if n != inner and all(n in names for names in enclosing)]
@@ -329,10 +333,10 @@ def _drop_nested(found: dict[str, dict[str, nn.Parameter]], structure: Structure
 def _absorb(
     found: dict[str, dict[str, nn.Parameter]],
     modules: Mapping[str, nn.Module],
-    thin: tuple[type[nn.Module], ...],
+    rowwise: tuple[type[nn.Module], ...],
 ) -> None:
     for name in sorted(found, key=lambda n: n.count(".") + bool(n)):
-        if name not in found or type(modules[name]) in thin:
+        if name not in found or type(modules[name]) in rowwise:
             continue
         prefix = f"{name}." if name else ""
         for inner in [n for n in found if n != name and n.startswith(prefix)]:

@@ -1,23 +1,22 @@
-"""Keyed noise: every draw follows from (seed, step, group, point, draw) and is never stored.
+"""Keyed noise: every draw is regenerated from its key (seed, step, group, point, draw).
 
-Noise is randomly accessible: a draw of a point, or a piece of a parameter's noise, costs no other.
-So it is the same for any chunk size, any number of processes and, with data set indices, any order
-of the points, and nobody makes draws that somebody else runs. All generators are private; the
-global random state is never touched.
+Noise has random access: any draw of a point, or piece of a parameter's noise, is generated without
+the others. So it is equal for any chunk size, any number of ranks and, with data set indices, any
+order of the points, and a rank generates only its own draws. All generators are private; the global
+random state is never touched.
 
-Noise is made where it is used: on the CPU from numpy's PCG64DXSM, on other devices by a hash of
-integers (`flops.perturb.device_noise`), so that keys are all that travels. The numbers of the two
-differ; each of them is the same on every machine.
+Noise is generated where it is used: on the CPU by numpy's PCG64DXSM, on other devices by a hash of
+integers (`flops.perturb.device_noise`), so that only keys are communicated. CPU and device noise
+differ; each is equal on all machines.
 
 Rows are unit noise with E[z z^T] = I; estimators scale by sigma.
 
 - gaussian: z ~ N(0, I), from 16 random bits a value: one of 65,536 normal quantiles, scaled to
-  unit variance (fourth moment 2.999, sixth 14.97, largest value 4.3). Noise at every layer costs
-  as much as the passes themselves with torch's own normals, and less than half of that in this way.
+  unit variance (fourth moment 2.999, sixth 14.97, largest value 4.3). With torch's normals, noise
+  at every layer costs as much as the passes; this takes less than half of that.
 - rademacher: independent signs.
-- orthogonal: directions of one point mutually orthogonal, of length sqrt(d), uniformly random.
-  Once a point has d draws their mean of z z^T is the identity, so the estimate is exact for a
-  linear loss.
+- orthogonal: draws of one point are mutually orthogonal, of norm sqrt(d), uniformly random. With d
+  draws the mean of z z^T is the identity, so the estimate is exact for a linear loss.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ SharedKind = Literal["gaussian", "rademacher"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 CPU, ROW_MAJOR = torch.device("cpu"), torch.contiguous_format
-COMPACT = 1 << 21  # noise values of a chunk, 8 MB, from which on their bits are kept instead
-_WORDS = 1 << 15  # random words at a time on the CPU, where they stay in the cache
-_DEVICE_WORDS = 1 << 20  # elsewhere: few launches, and 8 MB
+COMPACT = 1 << 21  # noise values of a chunk, 8 MB, above which it is stored as 16-bit codes
+_WORDS = 1 << 15  # random words at a time on the CPU, to stay in the cache
+_DEVICE_WORDS = 1 << 20  # on other devices: few launches, and 8 MB
 
 
 def mix(*parts: int) -> int:
-    """Hash integers to a 64-bit key (splitmix64), so that neighbouring keys have nothing alike."""
+    """Hash integers to a 64-bit key (SplitMix64), so that neighbouring keys are uncorrelated."""
     state = PHI
     for part in parts:
         state = mixed((state ^ part & MASK) + PHI)
@@ -55,30 +54,30 @@ def mix(*parts: int) -> int:
 
 def generator(*parts: int) -> torch.Generator:
     """A private CPU generator for a key."""
-    # torch's Mersenne twister takes the lower 32 bits of a seed only: hand it mixed ones.
+    # torch's Mersenne Twister uses only the lower 32 bits of a seed: give it mixed ones.
     return torch.Generator("cpu").manual_seed(mix(*parts) >> 32)
 
 
 class _Key(ISeedSequence):
-    """Seeds a source: numpy's own hash of a seed takes longer than a small module's noise."""
+    """Seed of a generator: numpy's own seeding takes longer than a small module's noise."""
 
     def __init__(self, key: int) -> None:
         self._key = key
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> Any:
-        """The key, and words that follow from it; the source stirs them before it starts."""
+        """The key, and words derived from it; the generator mixes them before it starts."""
         state = [(self._key + i * PHI) & MASK for i in range(n_words)]
         return np.array(state, dtype=np.uint64).astype(dtype, copy=False)
 
 
 def cpu_words(key: int, first: int = 0) -> np.random.PCG64DXSM:
-    """A private source of the 64-bit random words first, first + 1, ... of a key."""
+    """A private generator of the 64-bit random words first, first + 1, ... of a key."""
     source = np.random.PCG64DXSM(_Key(key))  # type: ignore[arg-type] # numpy's stub is narrower
     return source.advance(first) if first else source
 
 
 def native(device: torch.device) -> bool:
-    """Whether numpy makes a device's noise."""
+    """Whether numpy generates a device's noise."""
     return device.type == "cpu"
 
 
@@ -91,13 +90,13 @@ def _per_word(kind: Kind) -> int:
 
 
 def _width(kind: Kind, size: int) -> int:
-    """Values that a row of ``size`` takes up while it is made: rows begin with a new word."""
+    """Buffer length of a row of ``size`` values: every row starts with a new word."""
     block = 1 if kind == "orthogonal" else _per_word(kind)
     return -(-size // block) * block
 
 
 class _Source:
-    """The words of a key from ``first`` on, written as noise piece by piece."""
+    """The words of a key from ``first`` on, converted to noise piece by piece."""
 
     def __init__(self, kind: Kind, key: int, first: int, device: torch.device) -> None:
         self._signs, self._block = kind == "rademacher", _per_word(kind)
@@ -106,7 +105,7 @@ class _Source:
         self._sequence = device_noise.sequence(key) if self._cpu is None else (0, 0)
 
     def write(self, out: Tensor) -> None:
-        """The next values; ``out`` is flat and takes whole words."""
+        """Write the next values; ``out`` is flat, and a whole number of words."""
         size = self._block * _words_at_once(self._device)
         for begin in range(0, len(out), size):
             part = out[begin : begin + size] if len(out) > size else out
@@ -125,9 +124,9 @@ def noise_pieces(
 ) -> Iterator[tuple[int, Tensor]]:
     """Values offset, ..., offset + size - 1 of a key's noise, a small piece at a time.
 
-    Yields where each piece begins, from 0 on, and its values (float32, on the device) in a buffer
-    of a megabyte on the CPU, 32 elsewhere: use them before the next. A value depends on the
-    key and its own place only, so any pieces of any offsets are pieces of the same noise.
+    Yields the start of each piece, from 0 on, and its values (float32, on the device) in a buffer
+    of 1 MB on the CPU, 32 MB elsewhere, which the next piece overwrites. A value depends only on
+    the key and its position, so pieces at any offsets belong to the same noise.
     """
     if not size:
         return
@@ -145,19 +144,19 @@ def noise_pieces(
 
 
 def fill(kind: SharedKind, key: tuple[int, ...], out: Tensor, offset: int = 0) -> Tensor:
-    """Overwrite ``out`` by values offset, ..., offset + out.numel() - 1 of a key's unit noise.
+    """Overwrite ``out`` with values offset, ..., offset + out.numel() - 1 of a key's noise.
 
     Args:
-        kind: Which noise.
-        key: Integers that name it.
-        out: A tensor or a piece of one, of any floating type and on any device; values stand in
-            the order of its elements.
-        offset: Place of its first value in the noise of the key.
+        kind: Distribution of the noise.
+        key: Integers that identify it.
+        out: A tensor or a view of one, of any floating-point type and device, filled in the order
+            of its elements.
+        offset: Position of its first value in the noise of the key.
     """
     if not out.is_contiguous():
         return out.copy_(fill(kind, key, torch.empty_like(out, memory_format=ROW_MAJOR), offset))
     flat, block, done = out.view(-1), _per_word(kind), 0
-    if out.dtype == torch.float32 and offset % block == 0:  # whole words go where they belong
+    if out.dtype == torch.float32 and offset % block == 0:  # whole words are written in place
         done = len(flat) // block * block
         _Source(kind, mix(*key), offset // block, out.device).write(flat[:done])
     rest = flat[done:]
@@ -167,7 +166,7 @@ def fill(kind: SharedKind, key: tuple[int, ...], out: Tensor, offset: int = 0) -
 
 
 def orthogonalise(rows: Tensor) -> Tensor:
-    """Turn Gaussian rows, at most d of them, into orthogonal ones of length sqrt(d)."""
+    """Orthogonalise at most d Gaussian rows, with norms sqrt(d)."""
     q, r = torch.linalg.qr(rows.double().T)
     long: Tensor = (q * r.diagonal().sign()).T * float(rows.size(1)) ** 0.5
     return long.to(rows.dtype)
@@ -177,12 +176,12 @@ class NoiseStream:
     """Draws for the rows of a group's queries.
 
     Args:
-        kind: Which noise.
+        kind: Distribution of the noise.
         key: (seed, step, group).
-        ids: Identity of every point of the batch: data set index, or place in the batch.
-        draws: How many draws each point makes in all (orthogonal noise needs to know).
+        ids: Identity of every point: data set index, or position in the batch.
+        draws: Total number of draws of each point, for orthogonal noise.
         size: Number of noise values per row.
-        device: Where the rows are made.
+        device: Device of the rows.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class NoiseStream:
         self._block, self._rows = (-1, -1), torch.empty(0)  # of orthogonal draws
 
     def take(self, point: int, first: int, count: int, out: Tensor | None = None) -> Tensor:
-        """Draws first, ..., first + count - 1 of a point, in ``out`` if it is given."""
+        """Draws first, ..., first + count - 1 of a point, in ``out`` if given."""
         out = self._buffer(count) if out is None else out
         if self._kind == "orthogonal":
             for begin in range(first - first % self._size, first + count, self._size):
@@ -213,7 +212,7 @@ class NoiseStream:
         return out[:, : self._size]
 
     def rows(self, points: Tensor, draws: Tensor, out: Tensor | None = None) -> Tensor:
-        """Noise of the rows (point, draw), shape (rows, size); a point's must be consecutive."""
+        """Noise of the rows (point, draw), shape (rows, size); a point's draws are consecutive."""
         out = self._buffer(len(points)) if out is None else out
         if native(self._device) or self._kind == "orthogonal":
             starts = [0, *(torch.nonzero(points.diff()).flatten() + 1).tolist(), len(points)]
@@ -225,11 +224,11 @@ class NoiseStream:
         return out[:, : self._size]
 
     def buffered(self, points: Tensor, draws: Tensor, compact: bool = True) -> Tensor:
-        """As `rows`, in a buffer of the stream's own: use it before the next call.
+        """Like `rows`, in a buffer that the next call overwrites.
 
-        By one thread: others would wait for those of torch, which spin between two passes. Many
-        values come as bits, for `values`, unless ``compact`` is False: half the memory, and each
-        value is looked up twice.
+        Single-threaded: other threads would compete with torch's, which spin between passes. Large
+        chunks are 16-bit codes, for `values`, unless ``compact`` is False: half the memory, but
+        each value is looked up twice.
         """
         compact = compact and self._kind == "gaussian" and len(points) * self._size > COMPACT
         dtype = torch.int16 if compact else torch.float32
@@ -238,11 +237,11 @@ class NoiseStream:
         return self.rows(points, draws, self._kept[: len(points)])
 
     def forget(self) -> None:
-        """Let the buffer go."""
+        """Free the buffer."""
         self._kept = torch.empty(0)
 
     def _hashed(self, points: list[int], draws: list[int], out: Tensor) -> None:
-        """All rows at once: a launch costs more than a point's noise."""
+        """All rows at once: a kernel launch costs more than a point's noise."""
         words = out.size(1) // _per_word(self._kind)
         known = {point: device_noise.sequence(self._hash(point)) for point in set(points)}
         rows = [
@@ -255,7 +254,7 @@ class NoiseStream:
             look_up(self._kind == "rademacher", device_noise.row_words(part, words), place.view(-1))
 
     def _orthogonal(self, point: int, begin: int) -> Tensor:
-        """The block of d draws (or what the point has of it) from ``begin`` on."""
+        """The block of at most d draws of a point from ``begin`` on."""
         if self._block != (point, begin):  # a block may span many chunks
             count = min(self._size, self._draws[point] - begin)
             gaussian = self._buffer(count, kind="gaussian")

@@ -1,13 +1,13 @@
-"""Per-row parameter noise at the cost of thin products: no row gets its own weight matrix.
+"""Per-row parameter noise by low-rank products, without per-row weight matrices.
 
 Matrices (Linear, Conv, Embedding, GPT-2's Conv1D) get rank-one sign noise a b^T, whose entries are
 signs with E[z z^T] = I: then x (W + sigma a b^T)^T = x W^T + sigma (x b) a^T. Vectors (biases,
-norms) get independent signs. Modules of other types are run row by row in one vectorised call
-(``vmap``) with their parameters expanded, or in a loop where they cannot be vectorised.
+norms) get independent signs. Modules of other types run row by row with expanded parameters, in one
+vectorised call (``vmap``), or in a loop if they cannot be vectorised.
 
-Each function adds the effect of the noise to the module's own output. Signs and sigma are
-already multiplied into ``a`` and into the vectors. Where the batch axis is, the structure of the
-call says and not a size that happens to match.
+Each function adds the effect of the noise to the module's own output. Signs and sigma are already
+multiplied into ``a`` and into the vectors. The batch axis comes from the recorded structure, not
+from matching sizes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from flops.passes.structure import Call, Leaf
 RankOne = tuple[Tensor, Tensor]  # a (R, out), b (R, rest)
 RowNoise = Mapping[str, RankOne | Tensor]
 _TENSOR = object()
-Thin = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any], RowNoise, Call], Any]
+RowwiseProduct = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any], RowNoise, Call], Any]
 
 
 def _axis(leaf: Leaf, value: Tensor, rows: int) -> int | None:
-    """The batch axis, also of a value without one that was spread over the rows since."""
+    """The batch axis, also of a value that was expanded over the rows since."""
     spread = leaf.axis is None and leaf.shape[:1] == (1,) and value.shape[:1] == (rows,)
     return 0 if spread else leaf.axis
 
 
 def batch_first(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, call: Call) -> Tensor:
-    """The module's input with the batch first."""
+    """The module's input with the batch axis first."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     axis = _axis(call.inputs[0], x, rows)
-    if axis is None:  # shared by all rows (a table of positions): now it differs
+    if axis is None:  # shared by all rows (position embeddings): now it differs
         return x.expand(rows, *x.shape[1:])
     return x.movedim(axis, 0)
 
@@ -56,7 +56,7 @@ def _rows(noise: RowNoise) -> int:
 
 
 def _vector(v: Any, y: Tensor, trailing: int) -> Tensor:
-    """Shape (R, n) to (R, 1, ..., n, 1, ..., 1) with the given number of axes behind n."""
+    """Shape (R, n) to (R, 1, ..., n, 1, ..., 1) with the given number of axes after n."""
     middle = y.dim() - 2 - trailing
     return v.reshape(len(v), *[1] * middle, -1, *[1] * trailing)  # type: ignore[no-any-return]
 
@@ -77,7 +77,7 @@ def transposed_linear(
     module: nn.Module, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
 ) -> Tensor:
     """Y + (x a) b^T + bias noise, for a weight of shape (in, out)."""
-    x = batch_first(args, kwargs, _rows(noise), call).contiguous()  # its forward takes a view
+    x = batch_first(args, kwargs, _rows(noise), call).contiguous()  # its forward calls view
     y: Tensor = forward(x)
     if "weight" in noise:
         a, b = noise["weight"]
@@ -86,7 +86,7 @@ def transposed_linear(
 
 
 def _product(y: Tensor, x: Tensor, inner: Tensor, outer: Tensor, bias: Any = None) -> Tensor:
-    """Y + (x inner) outer^T + bias in one product, in place: y is the module's own."""
+    """Y + (x inner) outer^T + bias in one product, in place."""
     along = torch.bmm(x.reshape(len(x), -1, x.size(-1)), inner.unsqueeze(2))  # (R, n, 1)
     across = outer.unsqueeze(1)  # (R, 1, out)
     if bias is not None:
@@ -101,7 +101,7 @@ def _product(y: Tensor, x: Tensor, inner: Tensor, outer: Tensor, bias: Any = Non
 def convolution(
     module: Any, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
 ) -> Tensor:
-    """Y + a (x * b): one output channel per row and convolution group, then spread by a."""
+    """Y + a (x * b): one output channel per row and convolution group, then scaled by a."""
     x = batch_first(args, kwargs, _rows(noise), call)
     y: Tensor = forward(x)
     space = y.dim() - 2
@@ -137,7 +137,7 @@ def layer_norm(
     row = (len(x), *[1] * (x.dim() - 1 - len(shape)), *shape)
     vectors = {name: _as(v).reshape(row) for name, v in noise.items()}
     if vectors.keys() == {"weight", "bias"} and _is_plain(forward, module):
-        normal = F.layer_norm(x, shape, eps=module.eps)  # once, for the clean part and the noise
+        normal = F.layer_norm(x, shape, eps=module.eps)  # once, for both terms
         weight, bias = module.weight + vectors["weight"], module.bias + vectors["bias"]
         return _output(torch.addcmul(bias, normal, weight), call)
     y: Tensor = forward(x)
@@ -147,7 +147,7 @@ def layer_norm(
 
 
 def _is_plain(forward: Forward, module: nn.Module) -> bool:
-    """Whether the module computes what its type says, and no one has put another function there."""
+    """Whether this is the forward of the module's type, not a replacement."""
     return getattr(forward, "__func__", None) is type(module).forward
 
 
@@ -159,7 +159,7 @@ def _as(noise: RankOne | Tensor) -> Tensor:
 def embedding(
     module: nn.Embedding, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
 ) -> Tensor:
-    """Y + a[token] b; a is zero for padding, which does not learn."""
+    """Y + a[token] b; a is zero for padding, which has no gradient."""
     ids = batch_first(args, kwargs, _rows(noise), call)
     y: Tensor = forward(ids)
     a, b = noise["weight"]
@@ -170,7 +170,7 @@ def embedding(
 def generic(
     module: nn.Module, forward: Forward, args: Any, kwargs: Any, noise: RowNoise, call: Call
 ) -> Any:
-    """The module on single rows, each with its own parameters; vectorised if that is possible."""
+    """The module on single rows, each with its own parameters; vectorised if possible."""
     rows = _rows(noise)
     values, spec = tree_flatten((args, kwargs))
     axes = [
@@ -191,7 +191,7 @@ def generic(
         ]
         parameters = {f"module.{p}": module.get_parameter(p) + shift[p] for p in shift}
         arguments = tree_unflatten(filled, spec)
-        # Tied parameters have noise of their own at each of their places.
+        # Tied parameters have independent noise at each of their paths.
         out = torch.func.functional_call(body, parameters, arguments, tie_weights=False)
         leaves, leaf_spec = tree_flatten(out)
         out_spec[:] = [leaf_spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]]
@@ -213,7 +213,7 @@ def generic(
 
 
 class _Body(nn.Module):
-    """A module's own forward without its hooks, which already run around this call."""
+    """A module's forward without its hooks, which already run around this call."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def _dense(noise: RankOne | Tensor, parameter: nn.Parameter) -> Tensor:
     return full.reshape(rows, *parameter.shape)
 
 
-_THIN: Mapping[type[nn.Module], Thin] = {
+_ROWWISE: Mapping[type[nn.Module], RowwiseProduct] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
@@ -239,25 +239,25 @@ _THIN: Mapping[type[nn.Module], Thin] = {
 }
 
 
-def thin_products() -> dict[type[nn.Module], Thin]:
-    """By type, also of transformers if that is in use: it is not imported for it."""
+def rowwise_products() -> dict[type[nn.Module], RowwiseProduct]:
+    """Row-wise products by module type; those of transformers if it has been imported."""
     utilities = sys.modules.get("transformers.pytorch_utils")
     gpt2 = {} if utilities is None else {utilities.Conv1D: transposed_linear}
-    return {**_THIN, **gpt2}
+    return {**_ROWWISE, **gpt2}
 
 
-def thin_of(module: nn.Module) -> Thin:
-    """The thin product of a module's type; subclasses may compute otherwise, so types are exact."""
-    return thin_products().get(type(module), generic)
+def rowwise_product_of(module: nn.Module) -> RowwiseProduct:
+    """The row-wise product of a module; subclasses, which may differ, run by `generic`."""
+    return rowwise_products().get(type(module), generic)
 
 
 def is_rank_one(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a parameter gets a b^T; the weight of a norm is a vector whatever its shape."""
+    """Whether a parameter gets a b^T; the weight of a norm is a vector of any shape."""
     return parameter.dim() >= 2 and not isinstance(module, nn.LayerNorm)
 
 
 def used_tokens(module: nn.Embedding, ids: Tensor) -> Tensor:
-    """Mask (R, V) of the rows of the table that a row of tokens reads; the rest has no gradient."""
+    """Mask (R, V) of the table rows that a row of tokens reads; others have no gradient."""
     mask = torch.zeros(len(ids), module.num_embeddings, device=ids.device)
     mask.scatter_(1, ids.reshape(len(ids), -1), 1.0)
     if module.padding_idx is not None:

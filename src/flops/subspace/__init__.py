@@ -1,1 +1,1 @@
-"""Shaped noise: where the gradient lives, learned from the queries."""
+"""Shaped noise: the subspace of the gradient, learned from the queries."""

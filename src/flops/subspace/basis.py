@@ -1,16 +1,15 @@
-"""Where the gradient lives: second moments of each site, and the directions they give.
+"""Basis of the gradient's subspace: second moments of each site, and their eigenvectors.
 
-Two small matrices describe a site's gradient, seen as a matrix G, positions x channels: M_T =
-E[G G^T] over positions (tokens, pixels) and M_D = E[G^T G] over channels. They are learned from
-estimates G = inside + outside: what was measured in known directions is exact, what isotropic
-queries add outside of these has a noise floor that is known and subtracted. An axis of more than
-2,048 entries keeps its leading eigenpairs and its trace only.
+Two small matrices describe a site's gradient G, positions x channels: M_T = E[G G^T] over positions
+(tokens, pixels) and M_D = E[G^T G] over channels. They are learned from estimates G = inside +
+outside: measured coordinates are exact, and the part from isotropic queries has a known noise
+floor, which is subtracted. An axis of more than 2,048 entries keeps only its leading eigenpairs and
+its trace.
 
-Eigenvectors of the two moments give directions u v^T (one site at a time), products of the
-eigenvalues their energies. The energies of all sites of a group are sorted together; a point with
-a shaped queries asks the first a of them, one direction a query. No choice of a gives more: for a
-gradient with this second moment the leading eigenvectors are the best a linear measurements, and
-each answer *is* the coordinate, so nothing has to be solved for.
+Eigenvectors of the two moments give directions u v^T (of one site each), products of the
+eigenvalues their energies. Directions of all sites of a group are sorted by energy; a point with a
+shaped queries measures the first a, one per query. These are the optimal a linear measurements of a
+gradient with this second moment; each derivative *is* a coordinate, without a linear system.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from torch import Tensor
 from flops.perturb.activations import Site
 from flops.perturb.random import CPU, Kind, fill
 
-DENSE = 2048  # longest axis with a matrix of its own
-SKETCH = 128  # eigenpairs kept of a longer one
-FRESH = 16  # random directions by which a sketch finds new ones
-LEADING = 256  # directions with an energy of their own, at least; the others share what is left
+DENSE = 2048  # longest axis with a full matrix
+SKETCH = 128  # eigenpairs of a longer one
+FRESH = 16  # random directions added to a sketch
+LEADING = 256  # minimum of directions with their own energy; the others share the rest
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,12 @@ class Grid:
     """A site as a matrix of positions and channels.
 
     Attributes:
-        offset: Where the site starts in a row of all sites.
+        offset: Start of the site in a row of all sites.
         positions: Tokens or pixels; 1 for a flat site.
         channels: Channels.
         channels_first: Whether channels come before positions in memory.
-        aligned: Whether a position means the same in every point. If not (sequences of varying
-            length), only the channels are learned.
+        aligned: Whether positions correspond across points. If not (sequences of varying length),
+            only the channels are learned.
     """
 
     offset: int
@@ -73,7 +72,7 @@ def grid(site: Site, channels_first: bool) -> Grid:
 
     Args:
         site: The site.
-        channels_first: Whether two axes are (C, L), as behind a one-dimensional convolution.
+        channels_first: Whether two axes are (C, L), as after a one-dimensional convolution.
     """
     shape = site.row_shape
     if len(shape) >= 3 or (len(shape) == 2 and channels_first):
@@ -85,19 +84,19 @@ def grid(site: Site, channels_first: bool) -> Grid:
 
 @dataclass(frozen=True)
 class Space:
-    """Where the noise of a step goes.
+    """Space of the noise of a step.
 
     Attributes:
-        grids: Its parts.
+        grids: Its sites.
         unit: Queries per draw.
         noise: Kind of the isotropic noise.
-        dtype: Of derivatives and deltas.
+        dtype: Type of derivatives and deltas.
         sigma: Noise scale.
-        names: What the parts are called in reports.
-        key: Of the noise: (seed, step, group).
+        names: Names of the sites in reports.
+        key: (seed, step, group), the key of the noise.
         ids: Identity of each point for its noise.
-        mask: 0 where the noise of a point cannot matter, shape (B, dimensions).
-        device: Where noise, derivatives and deltas are.
+        mask: 0 where the noise of a point has no effect, shape (B, dimensions).
+        device: Device of noise, derivatives and deltas.
     """
 
     grids: Sequence[Grid]
@@ -124,7 +123,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Change:
-    """What a step adds to a moment: plus^T plus - minus^T minus - floor I + V diag(cover) V^T."""
+    """Change of a moment in a step: plus^T plus - minus^T minus - floor I + V diag(cover) V^T."""
 
     plus: Tensor
     minus: Tensor
@@ -133,7 +132,7 @@ class Change:
     cover: Tensor
 
     def times(self, x: Tensor) -> Tensor:
-        """The change applied to columns, without making its matrix."""
+        """The change applied to columns, without forming its matrix."""
         grown = self.plus.T @ (self.plus @ x) - self.minus.T @ (self.minus @ x)
         return grown - self.floor * x + (self.vectors * self.cover) @ (self.vectors.T @ x)
 
@@ -144,10 +143,10 @@ class Change:
 
 
 def signed(vectors: Tensor) -> Tensor:
-    """The columns, each with its largest entry positive; the first of those that are alike.
+    """The columns, each with its largest entry positive (the first, if several are equal).
 
-    The sign that an eigenvector comes with hangs on rounding, and queries along v and along -v
-    differ by the curvature: without this, processes and threads would do so, too.
+    The sign of an eigenvector depends on rounding, and queries along v and -v differ by the
+    curvature: without this, results would differ between processes and threads.
     """
     sizes = vectors.abs()
     alike = sizes >= (1 - 1e-6) * sizes.amax(0)
@@ -166,7 +165,7 @@ class Factor:
 
     @classmethod
     def empty(cls, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Factor:
-        """Nothing is known."""
+        """A moment without data."""
         none = torch.zeros(size, 0, dtype=dtype, device=device)
         matrix = none.new_zeros(size, size) if size <= DENSE else None
         return cls(matrix, none, none[0], 0.0)
@@ -187,7 +186,7 @@ class Factor:
         def times(x: Tensor) -> Tensor:
             return keep * (self.vectors * self.values) @ (self.vectors.T @ x) + change.times(x)
 
-        # One step of subspace iteration from what was known and a few random directions.
+        # One step of subspace iteration from the known and a few random directions.
         start = torch.cat([self.vectors, fresh], 1)
         basis = torch.linalg.qr(times(torch.linalg.qr(times(start)).Q)).Q
         values, turn = torch.linalg.eigh(basis.T @ times(basis))
@@ -200,7 +199,7 @@ class Factor:
         )
 
     def eigenpairs(self) -> tuple[Tensor, Tensor, float]:
-        """Eigenvectors, eigenvalues, and the mean eigenvalue of the directions left out."""
+        """Eigenvectors, eigenvalues, and the mean eigenvalue of the other directions."""
         if self.matrix is not None:
             values, vectors = torch.linalg.eigh(self.matrix)
             return signed(vectors), values.clamp(min=0), 0.0
@@ -210,26 +209,26 @@ class Factor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Both moments of a site; without positions if these are not aligned."""
+    """Both moments of a site; only channels if positions are not aligned."""
 
     positions: Factor | None
     channels: Factor
 
     @classmethod
     def empty(cls, g: Grid, dtype: torch.dtype, device: torch.device = CPU) -> Moments:
-        """Nothing is known."""
+        """Moments without data."""
         positions = Factor.empty(g.positions, dtype, device) if g.aligned else None
         return cls(positions, Factor.empty(g.channels, dtype, device))
 
     def to_memory(self) -> dict[str, Any]:
-        """Plain values, for the state."""
+        """Plain values, for `state_dict`."""
         return {n: None if f is None else dict(vars(f)) for n, f in vars(self).items()}
 
     @classmethod
     def from_memory(
         cls, kept: Mapping[str, Any], dtype: torch.dtype, device: torch.device = CPU
     ) -> Moments:
-        """Back from the state, in this precision and on this device."""
+        """Restore from `to_memory`, in this precision and on this device."""
 
         def factor(saved: Mapping[str, Any] | None) -> Factor | None:
             if saved is None:
@@ -259,7 +258,7 @@ class Basis:
         row: Its eigenvector over positions, shape (m,).
         column: Its eigenvector over channels, shape (m,).
         energy: Expected share of the gradient's energy, shape (m,).
-        rest: The same for each direction that is not among them.
+        rest: The same for each other direction.
     """
 
     grids: tuple[Grid, ...]
@@ -282,7 +281,7 @@ class Basis:
         return self.grids[-1].offset + self.grids[-1].size
 
     def rows(self, chosen: Tensor, length: float = 1.0) -> Tensor:
-        """The directions themselves, by number, as rows of all sites."""
+        """Directions, by number, as rows of all sites."""
         chosen = chosen.to(self.site.device)
         rows = self.energy.new_zeros(len(chosen), self.dimensions)
         for s, g in enumerate(self.grids):
@@ -322,13 +321,13 @@ class Basis:
 
 
 def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Basis:
-    """The most energetic directions of all sites: ``LEADING`` or ``most``, if more are asked."""
+    """The most energetic directions of all sites: at least ``LEADING``, and ``most``."""
     us, vs, energies, total = [], [], [], 0.0
     dimensions = grids[-1].offset + grids[-1].size
     for g, m in zip(grids, moments, strict=True):
         v, across, rest = m.channels.eigenpairs()
         total += float(across.sum()) + rest * (g.channels - len(across))
-        if m.positions is None:  # every position alike
+        if m.positions is None:  # all positions equal
             u = torch.eye(g.positions, dtype=v.dtype, device=v.device)
             along = v.new_full((g.positions,), 1 / g.positions)
         else:

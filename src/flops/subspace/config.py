@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shaping:
-    """Options of shaped noise; None is adapted from the data.
+    """Options of shaped noise; those that are None adapt to the data.
 
     Args:
-        explore: Share of isotropic queries, which see what the known directions miss; 1 asks in
-            no other way, and what was learned only serves as prior.
-        decay: What the second moments keep from step to step.
-        unbiased: Add the isotropic queries' leave-one-out residuals, so that the mean is that of
-            isotropic noise whatever the directions; noisier.
-        mask: Name of the model's input that is 0 where a sequence is padded, shape (B, T).
+        explore: Share of isotropic queries, which explore outside the learned directions; with 1,
+            the basis only serves as prior.
+        decay: Decay of the second moments per step.
+        unbiased: Add the isotropic queries' leave-one-out residuals, so that the estimate has the
+            mean of isotropic noise for any directions; noisier.
+        mask: Name of the model's input that is 0 at padding, shape (B, T).
         warm: Isotropic steps before the first directions are measured.
     """
 

@@ -1,15 +1,15 @@
-"""Regression: the posterior estimate of each point's gradient, what it misses, what it teaches.
+"""Regression: the posterior estimate of each point's gradient, its error, and the moments' update.
 
     delta = lift(c + tail) + eta * correction
 
-c are the measured coordinates and tail the posterior mean of all others (`posterior`): the least
-squared error *of each point*. The correction is the isotropic queries' mean of held-out residual
-times noise, which makes the mean over draws exact, and is far noisier. But errors of the points
-that point the same way add up in a batch, while noise averages out; so eta is the share of signal
-in the batch's summed correction, running over the steps: 0 if nothing coherent is missed.
+c are the measured coordinates and tail the posterior mean of all others (`posterior`), which has
+the least squared error *of each point*. The correction is the isotropic queries' mean of held-out
+residual times noise, which makes the mean over draws exact, but is far noisier. In a batch, errors
+common to all points add up, while noise averages out; so eta is the share of signal in the batch's
+summed correction, a running average: 0 if the points' errors have nothing in common.
 
-Which point makes which draw is decided on the CPU; noise, basis and derivatives are on the device
-of what is perturbed.
+Draws are assigned to points on the CPU; noise, basis and derivatives are on the device of the
+perturbed tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 from flops.perturb.random import NoiseStream
 from flops.subspace.basis import Basis, Change, Moments, Space
 
-FITTED = 512  # isotropic draws of a point that are fitted, at most: a fit costs their cube
+FITTED = 512  # maximum of isotropic draws of a point in the fit, which is cubic in them
 BLOCK = 4_000_000  # noise values, or entries of kernels, in one block of points
-RIDGES = (1.0, 1 / 3, 3.0)  # the one in use and two others, by leave-one-out residuals
-LEAST = 1e-6  # of the noise in a fit, relative to its kernel
-CLEARLY = 1 - 1e-6  # another ridge must be better than rounding, which processes differ in
+RIDGES = (1.0, 1 / 3, 3.0)  # factors of the ridge to compare by leave-one-out residuals
+LEAST = 1e-6  # lower bound of the noise in a fit, relative to its kernel
+CLEARLY = 1 - 1e-6  # another ridge must be better by more than rounding
 
 
 class Isotropic:
-    """Isotropic noise of all points, kept if it is small, else made anew when it is wanted.
+    """Isotropic noise of all points, cached if small, else regenerated.
 
     Args:
-        space: Where the noise goes.
+        space: Space of the noise.
         iso: Draws of each point, shape (B,), on the CPU.
     """
 
@@ -50,7 +50,7 @@ class Isotropic:
         self._have = torch.zeros(len(self._kept), dtype=torch.bool)
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
-        """Noise of these draws; a point's must be consecutive."""
+        """Noise of these draws; a point's draws are consecutive."""
         at = self._start[points] + draws
         if len(self._kept) and bool(self._have[at].all()):
             return self._kept[at]
@@ -62,13 +62,13 @@ class Isotropic:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The queries of a step and what they showed.
+    """The measurements of a step.
 
     Attributes:
-        space: Where the noise went.
+        space: Space of the noise.
         known: The basis.
         noise: The isotropic draws.
-        iso: How many each point has, shape (B,).
+        iso: Isotropic draws of each point, shape (B,).
         draws: All draws of each point, shape (B,).
         prior: Expected energy share of each direction, shape (B, m) or (1, m).
         measured: Which directions were measured, shape (B, m).
@@ -88,13 +88,13 @@ class Measurements:
 
     @property
     def fitted(self) -> Tensor:
-        """Isotropic draws that are looked at, shape (B,)."""
+        """Isotropic draws in the regression, shape (B,)."""
         return self.iso.clamp(max=FITTED)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Points with like numbers n of isotropic draws.
+        """Points with similar numbers n of isotropic draws.
 
-        Yields points, which draws are real, shape (b, n), and their noise, shape
+        Yields points, a mask of the draws, shape (b, n), and their noise, shape
         (b, n, dimensions), zero in the padding.
         """
         count = self.fitted
@@ -108,7 +108,7 @@ class Measurements:
             yield points, real.to(noise.device), noise
 
     def unfitted(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Points, numbers and noise of the isotropic draws beyond those, shape (rows,)."""
+        """Points, numbers and noise of the isotropic draws that are not fitted, shape (rows,)."""
         real = torch.arange(int(self.iso.max())) < self.iso.unsqueeze(1)
         points, draws = torch.nonzero(real[:, FITTED:]).unbind(1)
         size = max(1, BLOCK // self.space.dimensions)
@@ -118,7 +118,7 @@ class Measurements:
 
 
 def _cut(order: Tensor, iso: Tensor, dimensions: int) -> Iterator[Tensor]:
-    """Runs of points, sorted by draws, whose noise and kernels fit into a block."""
+    """Slices of points, sorted by draws, whose noise and kernels fit into a block."""
     start, counts = 0, iso[order].tolist()
     for end, count in enumerate(counts):
         size = (end + 1 - start) * count * max(dimensions, count)
@@ -132,13 +132,13 @@ def _cut(order: Tensor, iso: Tensor, dimensions: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Regression:
-    """Sums over the isotropic queries.
+    """Results of the regression, shape (B, dimensions) unless noted.
 
     Attributes:
-        inside: Measured part of each gradient, shape (B, dimensions).
+        inside: Measured part of each gradient.
         tail: Posterior mean of the rest.
-        outside: Plain estimate of all that was not measured, for learning.
-        correction: What makes inside + tail unbiased.
+        outside: Isotropic estimate of the unmeasured part, for learning.
+        correction: Added to inside + tail, it makes them unbiased.
         missed: Mean squared residual after the measured part, shape (B,).
         error: Mean squared held-out residual: the squared error of inside + tail, shape (B,).
         ridge: The ridge for the next step.
@@ -154,17 +154,17 @@ class Regression:
 
     @property
     def energy(self) -> Tensor:
-        """Squared length of each gradient, shape (B,)."""
+        """Squared norm of each gradient, shape (B,)."""
         return self.inside.square().sum(1) + self.missed
 
 
 def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
-    """Fit the isotropic residuals, and sum up what they say about everything unmeasured.
+    """Fit the isotropic residuals, for the posterior mean of the unmeasured part.
 
     Args:
-        measurements: The queries and what they showed.
-        ridge: Noise of the fit, relative to what the prior expects outside.
-        tune: Whether to look for a better ridge.
+        measurements: The measurements.
+        ridge: Noise of the fit, relative to the prior energy of the unmeasured part.
+        tune: Whether to search for a better ridge.
     """
     space, known = measurements.space, measurements.known
     inside = known.lift(measurements.c)
@@ -183,7 +183,7 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         kernel = (e * prior[points].unsqueeze(1)) @ e.transpose(1, 2)
         if known.rest > 0:
             kernel += known.rest * (seen @ seen.transpose(1, 2) - e @ e.transpose(1, 2))
-        # What the prior expects outside, times the ridge: the prior itself is not exact.
+        # Prior energy of the unmeasured part, times the ridge: the prior is not exact.
         noise = ridge * (prior[points].sum(1) + flat) + LEAST
         fits = [posterior(kernel, r, noise * factor, real) for factor in factors]
         squares = r.square().sum(1, keepdim=True).clamp(min=torch.finfo(r.dtype).tiny)
@@ -195,7 +195,7 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         within = in_e * torch.stack(
             [prior[points], prior[points], 1.0 * measurements.measured[points]], 1
         )
-        # Inside the known directions by their energies, outside of them all alike.
+        # Known directions are weighted by their energies, all others equally.
         scale = torch.tensor([known.rest, known.rest, 0.0]).view(1, 3, 1).to(r)
         fitted = known.lift((within - scale * in_e).flatten(0, 1)).view_as(in_z) + scale * in_z
         tail[points] = fitted[:, 0]
@@ -204,7 +204,7 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         outside[points] = in_z[:, 2] - fitted[:, 2]
         missed[points] = r.square().sum(1)
         error[points] = (fit.held_out.square() / count).sum(1)
-    for at, draw, z in measurements.unfitted():  # too many to be fitted, but not to be averaged
+    for at, draw, z in measurements.unfitted():  # not in the fit, but in the averages
         seen = z if space.mask is None else z * space.mask[at]
         e = known.coordinates(seen)
         r = measurements.w[at, draw] - (measurements.c[at] * e).sum(1)
@@ -237,8 +237,8 @@ class Posterior:
 def posterior(kernel: Tensor, r: Tensor, noise: Tensor, real: Tensor) -> Posterior:
     """Fit the residuals of a block of points.
 
-    Given the coordinates measured directly, a slope of isotropic noise z leaves the residual
-    r = <g, z>, g the part of the gradient in all other directions. With the prior
+    Given the measured coordinates, a directional derivative along isotropic noise z has the
+    residual r = <g, z>, g the part of the gradient in all other directions. With the prior
     g ~ N(0, e Lambda), e the point's energy, the posterior mean is Lambda Z^T alpha with
     alpha = (Z Lambda Z^T + N)^-1 r: ridge regression with the learned covariance as its metric.
     Leave-one-out residuals follow from the same inverse: alpha_i / (K + N)^-1_ii.
@@ -247,11 +247,11 @@ def posterior(kernel: Tensor, r: Tensor, noise: Tensor, real: Tensor) -> Posteri
         kernel: Z Lambda Z^T at unit energy, shape (b, n, n).
         r: Residuals, shape (b, n).
         noise: Variance of a residual that the prior does not explain, at unit energy, shape (b,).
-        real: Which entries are queries, shape (b, n).
+        real: Mask of the queries, shape (b, n).
     """
     both = real.unsqueeze(1) & real.unsqueeze(2)
     noise = torch.where(real, noise.unsqueeze(1), 1.0)
-    # With a narrow prior and little noise the system is almost singular: double precision.
+    # In double precision: with a narrow prior and little noise the system is almost singular.
     system = torch.where(both, kernel, 0.0).double() + torch.diag_embed(noise.double())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(system))
     alpha = (inverse @ r.double().unsqueeze(2)).squeeze(2)
@@ -263,7 +263,7 @@ def posterior(kernel: Tensor, r: Tensor, noise: Tensor, real: Tensor) -> Posteri
 
 
 def coherence(measurements: Measurements, found: Regression) -> tuple[float, float]:
-    """Squared length of the batch's summed correction, and the part of it that is noise."""
+    """Squared norm of the batch's summed correction, and its part due to noise."""
     live = measurements.iso > 0
     fitted = measurements.fitted[live].to(found.error.device)
     noise = (found.error * measurements.space.dimensions)[live] / fitted
@@ -271,7 +271,7 @@ def coherence(measurements: Measurements, found: Regression) -> tuple[float, flo
 
 
 def explained_variance(found: Regression) -> tuple[float, float]:
-    """Share of the energy that was measured, and its standard error over the points."""
+    """Measured share of the energy, and its standard error over the points."""
     whole = found.energy.sum()
     missed = found.missed.sum() / whole
     error = (found.missed - missed * found.energy).square().sum().sqrt() / whole
@@ -279,10 +279,10 @@ def explained_variance(found: Regression) -> tuple[float, float]:
 
 
 def explained_by_site(measurements: Measurements, found: Regression) -> list[float]:
-    """Share of each site's energy that was measured in this step.
+    """Measured share of each site's energy in this step.
 
-    Residuals do not tell the sites apart, so what they miss in all is split by the energies of
-    the plain estimates outside, without their noise.
+    Residuals do not distinguish the sites, so their total is split in proportion to the energies of
+    the isotropic estimates, minus their noise.
     """
     n = measurements.iso.clamp(min=1).to(found.missed)
     measured, missed = [], []
@@ -304,9 +304,9 @@ def learn(
 ) -> list[Moments]:
     """The moments after this step.
 
-    A point's weight is that of inverse variance: the noise of its outer product is about its
-    energy over its number of isotropic queries. For Gaussian z,
-    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I outside of what was measured.
+    Points are weighted by inverse variance: the noise of a point's outer product is about its
+    energy over its number n of isotropic queries. For Gaussian z,
+    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I in the unmeasured directions.
     """
     space, known = measurements.space, measurements.known
     n = measurements.iso.clamp(min=1).to(space.device, space.dtype)

@@ -1,4 +1,4 @@
-"""What shaped noise reports: how much of the gradient its directions explain."""
+"""Reports of shaped noise: the share of the gradient that its directions explain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class SiteReport:
 
     Attributes:
         site: Name of the perturbed module or parameter.
-        k: Directions that a point was measured in here, on average over the points.
+        k: Measured directions per point at this site, averaged over the points.
         explained_variance: Held-out estimate of the share of the gradient's energy in these
             directions, over the last steps; 0 before the first shaped step.
     """
@@ -26,12 +26,12 @@ class ShapingReport:
     """Shaped noise in one group.
 
     Attributes:
-        k: Directions that a point was measured in, on average over the points.
+        k: Measured directions per point, averaged over the points.
         explained_variance: Held-out estimate of the share of the gradient's energy that was
             measured.
         explore: Share of isotropic queries.
         correction: Weight of the unbiased correction, between 0 and 1.
-        sites: The same by site.
+        sites: Reports by site.
     """
 
     k: float

@@ -1,10 +1,10 @@
-"""One step of shaped noise: measure where the gradient lives, and learn from the rest.
+"""One step of shaped noise: measure the gradient in its subspace, and update the subspace.
 
-Of a point's draws the first are isotropic and see what the basis misses; the others measure the
-directions that are expected to hold most energy, one each, so that the directional derivative is
-the coordinate. Together they give the estimate (`flops.subspace.regression`), the explained
-variance, and the second moments from which the next step takes its directions
-(`flops.subspace.basis`). The first steps are isotropic.
+The first draws of a point are isotropic and explore outside of the basis; the others measure the
+directions with the most expected energy, one each, so that the directional derivative is the
+coordinate. Together they give the estimate (`flops.subspace.regression`), the explained variance,
+and the second moments for the basis of the next step (`flops.subspace.basis`). The first steps are
+isotropic.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from flops.subspace.regression import (
 )
 from flops.subspace.report import ShapingReport, SiteReport
 
-TUNE = 4  # steps between looks for a better ridge
-AVERAGE = 0.9  # what running averages keep
-KEEP = 0.98  # of the second moments from step to step
-FALL = 0.7  # of the explained variance that may go before the moments are doubted
+TUNE = 4  # steps between searches for a better ridge
+AVERAGE = 0.9  # decay of running averages
+KEEP = 0.98  # decay of the second moments per step
+FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
 
 
 Decide = Callable[[str, Any], Any]
-"""Told name and value of a discrete decision; returns the value that counts."""
+"""Called with name and value of each discrete decision; returns the value to use."""
 
 
 @dataclass(frozen=True)
 class ShapedEstimate:
-    """What shaped noise says about the error of each point's delta.
+    """Energy and error of each point's delta.
 
     Attributes:
-        energy: Estimated squared length of the gradient at the noise, shape (B,).
+        energy: Estimated squared norm of the gradient at the noise, shape (B,).
         error: Estimated squared error of its estimate, shape (B,).
         dimensions: Noise values of a row.
-        report: For people.
+        report: Summary.
     """
 
     energy: Tensor
@@ -60,17 +60,17 @@ class ShapedEstimate:
 
 
 class Design:
-    """The measurements of a step before they are made.
+    """The planned measurements of a step.
 
     Args:
-        space: Where the noise goes.
+        space: Space of the noise.
         known: The basis.
         iso: Isotropic draws of each point, shape (B,).
         draws: All draws of each point, shape (B,).
 
     Attributes:
         prior: Expected energy share of each direction, shape (B, m) or (1, m).
-        measured: Which directions each point measures, shape (B, m).
+        measured: Directions that each point measures, shape (B, m).
     """
 
     def __init__(self, space: Space, known: Basis, iso: Tensor, draws: Tensor) -> None:
@@ -81,12 +81,12 @@ class Design:
         shape = (space.size, known.size)
         self.measured = torch.zeros(shape, dtype=torch.bool, device=space.device)
         self.measured[torch.nonzero(inside)[:, 0], self._order[inside]] = True
-        # As long as a Gaussian vector over the k directions: above rounding, below curvature.
+        # The norm of a Gaussian vector over the k directions: above rounding, below curvature.
         self._length = max(1.0, float(shaped.double().mean())) ** 0.5
         self.noise = Isotropic(space, iso)
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
-        """Noise of these draws, shape (draws, dimensions); a point's must be consecutive."""
+        """Noise of these draws, shape (draws, dimensions); a point's draws are consecutive."""
         first = draws < self.iso[points]
         shape = (len(points), self.space.dimensions)
         z = torch.empty(shape, dtype=self.space.dtype, device=self.space.device)
@@ -122,7 +122,7 @@ class Design:
 
 
 def needed(space: Space, shaped: Tensor) -> int:
-    """Leading directions so that every point finds as many as it measures that are not padding."""
+    """Number of leading directions, so that every point has enough outside of its padding."""
     most = int(shaped.max())
     if space.mask is None:
         return most
@@ -133,7 +133,7 @@ def needed(space: Space, shaped: Tensor) -> int:
 
 
 def real_directions(space: Space, known: Basis) -> Tensor:
-    """Which directions are not on a point's padding, shape (B, m) or (1, m)."""
+    """Directions outside of a point's padding, shape (B, m) or (1, m)."""
     if space.mask is None:
         return torch.ones(1, known.size, dtype=torch.bool, device=space.device)
     real = torch.ones(space.size, known.size, dtype=torch.bool, device=space.device)
@@ -145,19 +145,18 @@ def real_directions(space: Space, known: Basis) -> Tensor:
 
 
 def _order(space: Space, known: Basis, most: int) -> tuple[Tensor, Tensor]:
-    """Expected energies by point, (B, m) or (1, m), and the directions in each one's order."""
+    """Expected energies by point, (B, m) or (1, m), and each point's order of directions."""
     size = space.size
     if space.mask is None:
         return known.energy.unsqueeze(0), torch.arange(most).expand(size, most)
     real = real_directions(space, known)
     energy = torch.where(real, known.energy, 0.0)
     for s, g in enumerate(space.grids):
-        if not g.aligned:  # what is real shares what was expected of all positions
+        if not g.aligned:  # the energy of all positions lies in the real ones
             mine = torch.nonzero(known.site == s).flatten()
             valid = g.cut(space.mask)[:, :, 0].sum(1, keepdim=True).clamp(min=1)
             energy[:, mine] *= g.positions / valid
-    # Positions are alike beforehand: which of them are measured is left to chance; padding comes
-    # last.
+    # Positions are exchangeable: measured ones are chosen at random; padding comes last.
     ones, points = [1] * size, torch.arange(size)
     stream = NoiseStream("gaussian", (*space.key, 2), space.ids, ones, known.size, space.device)
     chance = torch.special.ndtr(stream.rows(points, torch.zeros_like(points)))
@@ -166,7 +165,7 @@ def _order(space: Space, known: Basis, most: int) -> tuple[Tensor, Tensor]:
 
 
 def exploration(shaping: Shaping, explained: float) -> float:
-    """Share of isotropic queries: it falls as the explained variance is confirmed."""
+    """Share of isotropic queries, which decreases with the explained variance."""
     if shaping.explore is not None:
         return shaping.explore
     return 0.1 + 0.6 * (1 - min(1.0, max(0.0, explained)))
@@ -175,11 +174,11 @@ def exploration(shaping: Shaping, explained: float) -> float:
 def decay(
     shaping: Shaping, now: float, spread: float, running: float, best: float
 ) -> tuple[float, float]:
-    """What the moments keep, and the best explained variance from now on.
+    """Decay of the moments, and the best explained variance from now on.
 
-    Less when the explained variance drops beyond its sampling error, for the task has moved.
-    Less also as it comes to a new best: the noise of a step's outer products falls with the
-    energy that is missed, and inverse variance leaves the older, noisier steps less weight.
+    Lower when the explained variance drops beyond its sampling error, because the task has changed.
+    Also lower at a new best: the noise of a step's outer products decreases with the unexplained
+    energy, so weights by inverse variance discount older, noisier steps.
 
     Args:
         shaping: Options.
@@ -196,20 +195,20 @@ def decay(
 
 
 class ShapedStep:
-    """The queries of a group in one step: `rows` before they run, `collect` when all have.
+    """The queries of a group in one step: `rows` before they run, `collect` after all have.
 
     Args:
-        space: Where the noise goes.
+        space: Space of the noise.
         shaping: Options.
-        memory: What earlier steps learned; replaced by `collect`.
+        memory: State of earlier steps; replaced by `collect`.
         counts: Queries of each point, shape (B,).
         losses: Clean losses, shape (B,).
-        decide: Told each discrete decision; returns the one that counts; None for this one.
-            Eigenvectors of another machine may have other signs than those that were measured.
+        decide: Called with each discrete decision; returns the decision to use. For resuming on
+            another machine, whose eigenvectors may differ; None uses this process's.
 
     Attributes:
         delta: Estimated gradient of every point's loss at the noise, shape (B, dimensions).
-        isotropic: Which of the draws were isotropic, shape (draws,).
+        isotropic: Mask of the isotropic draws, shape (draws,).
         shaped: Energies and errors of delta.
     """
 
@@ -272,7 +271,7 @@ class ShapedStep:
             after = _running(explained, now) if explained else now
             best = float(memory.get("best", 0.0))
             keep, memory["best"] = decay(shaping, now, spread, after, best)
-        if whole > 0:  # else there was nothing to learn from
+        if whole > 0:  # else there is nothing to learn from
             with _full_precision(space.device):
                 moments = learn(measurements, found, self._moments, keep, steps, self._losses)
             memory["moments"] = [m.to_memory() for m in moments]
@@ -316,12 +315,12 @@ class ShapedStep:
 
 
 def _full_precision(device: torch.device) -> torch.autocast:
-    """Outside of the user's autocast, which the queries keep."""
+    """Disables the user's autocast, which only the queries use."""
     return torch.autocast(device.type, enabled=False)
 
 
 def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:
-    """What is known so far; a site whose positions are no longer aligned keeps its channels."""
+    """Moments so far; a site whose positions are no longer aligned keeps its channels."""
     found = [Moments.empty(g, space.dtype, space.device) for g in space.grids]
     if len(kept) != len(found):
         return found
@@ -339,7 +338,7 @@ def _running(old: float, new: float) -> float:
 
 
 def _signal(memory: dict[str, Any], measurements: Measurements, found: Regression) -> float:
-    """Share of signal in the summed correction, of this step and those before."""
+    """Share of signal in the summed correction, as a running average."""
     whole, noise = coherence(measurements, found)
     if "coherence" in memory:
         whole, noise = (
