@@ -29,7 +29,7 @@ def reference(draws: Draws) -> list[Tensor]:
     size = sum(p.numel() for p in draws.shape.parameters)
     total: list[Tensor] = []
     for number, weight in enumerate(draws.weights):
-        row = fill(draws.kind, (*draws.key, number), torch.empty(size))
+        row = fill(draws.noise, (*draws.key, number), torch.empty(size))
         sizes, parts = [p.numel() for p in draws.shape.parameters], []
         for z, p in zip(row.split(sizes), draws.shape.parameters, strict=True):
             wide = torch.promote_types(p.dtype, torch.float32)
@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "float64": {"dtype": torch.float64},
     "bfloat16": {"dtype": torch.bfloat16},
-    "signs": {"kind": "rademacher"},
+    "signs": {"noise": "rademacher"},
     "several": {"weights": (0.3, -2.0, 0.7)},
     "channels last": {"mixed": True},
     "padding": {"padding": {2: 4}},
@@ -53,13 +53,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def made(
-    kind: Any = "gaussian",
+    noise: Any = "gaussian",
     weights: tuple[float, ...] = (-1.7,),
     dtype: torch.dtype = torch.float32,
     mixed: bool = False,
     padding: dict[int, int] | None = None,
 ) -> Draws:
-    return Draws(kind, KEY, weights, DrawShape(parameters(dtype, mixed), padding or {}))
+    return Draws(noise, KEY, weights, DrawShape(parameters(dtype, mixed), padding or {}))
 
 
 @pytest.mark.parametrize("keep", [0, 1 << 22], ids=["large", "small"])
@@ -122,7 +122,8 @@ def test_shifted_leaves_the_data_and_the_padding(dtype: torch.dtype, layout: Any
     data = torch.randn(5, 4, 3, 3, dtype=dtype).to(memory_format=layout)
     before = data.clone()
     z = fill("gaussian", KEY, torch.empty(5, 4, 3, 3), offset=17)
-    found = shifted(data, "gaussian", KEY, 0.5, 17, padding=2)
+    shape = DrawShape((nn.Parameter(torch.empty(17)), nn.Parameter(data)))
+    found = shifted(data, shape.pieces("gaussian", KEY, 1), 0.5, padding=2)
     expected = (data.to(torch.promote_types(dtype, torch.float32)) + 0.5 * z).to(dtype)
     expected[2] = data[2]
     torch.testing.assert_close(found, expected)

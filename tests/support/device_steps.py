@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from flops import ES, DeepZero, ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.estimators import MeZO, shared_parameters
+from flops.estimators import MeZO
 from flops.optim import ZerothOrderSGD
 from flops.perturb import draws, noise_tables, random
 from tests.conftest import flat, gradients, squared
@@ -141,7 +141,7 @@ def plant() -> list[str]:
         return out.copy_(fill(kind, key, torch.empty(out.shape)))
 
     random.NoiseStream.rows = sent_rows
-    shared_parameters.fill = sent_fill
+    draws.fill = sent_fill
     return ["LikelihoodRatio", "LikelihoodRatio-shaping", "SPSA", "MeZO"]
 
 

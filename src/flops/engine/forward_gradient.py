@@ -230,10 +230,10 @@ class ForwardGradient:
             if not group.estimator.seeded:
                 raise FlopsError(
                     f"group '{group.name}': the gradient of {type(group.estimator).__name__} does "
-                    "not follow from seeds and scalars; those of MeZO, SPSA(shared=True) and "
-                    "ES(shared=True) do. For others use any torch optimizer, and "
-                    "flops.optim.step_as_gradients_appear(optimizer) to hold one gradient at a "
-                    "time."
+                    "not follow from seeds and scalars; those of MeZO, FZOO, LOZO, JVP, "
+                    "SPSA(shared=True) and ES(shared=True) do. For others use any torch "
+                    "optimizer, and flops.optim.step_as_gradients_appear(optimizer) to hold one "
+                    "gradient at a time."
                 )
 
     @contextmanager

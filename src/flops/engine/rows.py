@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -256,18 +256,22 @@ class LocalRunner:
                 together.
         """
         fast = torch.inference_mode() if perturbation.edits else nullcontext()
+        run = partial(
+            self.passes.run,
+            perturbation.prefix,
+            self.record,
+            rows.points,
+            edits=perturbation.edits,
+            around=perturbation.around,
+        )
         with fast:
-            losses = self.passes.run(
-                perturbation.prefix,
-                self.record,
-                rows.points,
-                edits=perturbation.edits,
-                around=perturbation.around,
-            )
-        losses = losses.clone() if losses.is_inference() else losses
+            evaluate = perturbation.evaluate or (lambda run: Answer(run()))
+            answer = evaluate(run)
+        if answer.losses.is_inference():
+            answer = replace(answer, losses=answer.losses.clone())
         if self.world_size == 1:
-            check_finite(losses, f"a query of group '{name}'", rows.points)
-        return Answer(losses)
+            check_finite(answer.losses, f"a query of group '{name}'", rows.points)
+        return answer
 
     @property
     def world_size(self) -> int:

@@ -87,16 +87,24 @@ class Perturbation:
         prefix: What is replayed.
         edits: Changes to the outputs of calls.
         around: What calls do instead of their own forward.
+        evaluate: Runs the pass, loss function included, that it is given, where more than its
+            losses is wanted; None runs it as it is.
+        work: Work of a row, in passes of the part of the model that runs.
     """
 
     prefix: Prefix
     edits: Mapping[int, Edit] = field(default_factory=dict)
     around: Mapping[int, Action] = field(default_factory=dict)
+    evaluate: Callable[[Callable[[], Tensor]], Answer] | None = None
+    work: float = 1.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a chunk of rows showed: losses of shape (R,), and outputs of shape (R, K) if any."""
+    """What a chunk of rows showed: losses of shape (R,), and outputs of shape (R, K) if any.
+
+    Outputs of a model on this machine are tangents of the losses, of shape (R, 1).
+    """
 
     losses: Tensor
     outputs: Tensor | None = None

@@ -37,6 +37,7 @@ from flops.passes.intercept import Action, Forward
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
+from flops.perturb.draws import Noise
 from flops.perturb.parameter_calls import Entry, Unit, Units, find_units
 from flops.perturb.random import Kind, NoiseStream, SharedKind
 from flops.perturb.rowwise import (
@@ -108,6 +109,11 @@ class ParameterNoise(Estimator):
         return self.shared
 
     @property
+    def shared_noise(self) -> Noise:
+        """Noise of shared draws."""
+        return self.noise
+
+    @property
     def kind(self) -> Kind:
         """Noise of draws that are a point's own."""
         return self._isotropic if self.shaping is not None else "rademacher"
@@ -138,6 +144,10 @@ class ParameterNoise(Estimator):
         if self.used_baseline == "antithetic":
             return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
         return (losses - (clean if self.used_baseline == "clean" else 0.0)) / self.sigma
+
+    def scaled(self, derivatives: Tensor, losses: Tensor) -> Tensor:
+        """What the noise of shared draws is multiplied by, given the mean loss of each query."""
+        return derivatives
 
     def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None:
         """Warn if the loss differences behind these derivatives drown in rounding."""
