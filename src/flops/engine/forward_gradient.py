@@ -353,7 +353,8 @@ class ForwardGradient:
             return True
         # A pass only to replay a part of it pays if that part is large, or used often.
         pairs = zip(layout.bindings, self.groups, strict=True)
-        return bool(sum(binding.replayed_share * group.queries for binding, group in pairs) >= 1)
+        saved = [b.replayed_share * g.queries * g.estimator.work for b, g in pairs]
+        return bool(sum(saved) >= 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs beside model and optimizer."""

@@ -265,11 +265,6 @@ class Query:
     perturbation: Perturbation
 
 
-def _work(perturbation: Perturbation) -> float:
-    """Forward equivalents of a row."""
-    return perturbation.work * (1 - perturbation.prefix.share)
-
-
 class QueryLoop:
     """All queries of a step: `next` says what to run, `tell` takes what came back.
 
@@ -299,7 +294,8 @@ class QueryLoop:
         """What the rows showed; charged to their group."""
         step, count = query.step, len(query.rows.points)
         step.cost.rows += count
-        step.cost.queries += count * _work(query.perturbation)
+        share = 1 - query.perturbation.prefix.share
+        step.cost.queries += count * share * step.group.estimator.work
         values = step.estimation.tell(query.rows, answer)
         self._values[self._steps.index(step)].append(values)
 

@@ -89,14 +89,12 @@ class Perturbation:
         around: What calls do instead of their own forward.
         evaluate: Runs the pass, loss function included, that it is given, where more than its
             losses is wanted; None runs it as it is.
-        work: Work of a row, in passes of the part of the model that runs.
     """
 
     prefix: Prefix
     edits: Mapping[int, Edit] = field(default_factory=dict)
     around: Mapping[int, Action] = field(default_factory=dict)
     evaluate: Callable[[Callable[[], Tensor]], Answer] | None = None
-    work: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -277,6 +275,8 @@ class Estimator(ABC):
         seeded: Whether its gradients follow from keys and scalars (`Sink.add_draws`).
         whole_model: Whether the estimate contains all uses of a parameter wherever they are.
         makes_queries: Whether it makes any; backpropagation does not.
+        has_sigma: Whether its queries have a noise scale; exact derivatives have none.
+        work: Work of a query, in forward passes of the part of the model that runs.
         unit: Queries per draw: 1, or 2 for antithetic pairs.
         minimum_queries: Fewest queries per point; 0 if it makes none.
         reads_clean: Whether it looks at the clean losses. Where nothing does, there is no clean
@@ -288,6 +288,8 @@ class Estimator(ABC):
     shared: bool = False
     whole_model: bool = False
     makes_queries: bool = True
+    has_sigma: bool = True
+    work: float = 1.0
 
     @property
     def unit(self) -> int:  # noqa: D102

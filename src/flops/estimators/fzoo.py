@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from flops.estimators.parameter_noise import Baseline, ParameterNoise
@@ -57,9 +56,7 @@ class FZOO(ParameterNoise):
         """One loss has no standard deviation."""
         return 2
 
-    def scaled(self, derivatives: Tensor, losses: Tensor) -> Tensor:
-        """(l_i - l_0) / s, from (l_i - l_0) / sigma."""
+    def scale(self, losses: Tensor) -> float:
+        """For (l_i - l_0) / s in the place of (l_i - l_0) / sigma."""
         deviation = float(losses.double().std()) if len(losses) > 1 else 0.0
-        if deviation == 0:
-            return torch.zeros_like(derivatives)
-        return derivatives * (self.sigma / deviation)
+        return self.sigma / deviation if deviation > 0 else 0.0

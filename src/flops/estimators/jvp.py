@@ -16,9 +16,12 @@ as many as backpropagation.
 
 from __future__ import annotations
 
+import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,6 +68,8 @@ class JVP(Estimator):
     noise: SharedKind = "gaussian"
 
     shared = True
+    has_sigma = False
+    work = WORK
     reads_clean = False
     seeded = True
 
@@ -107,7 +112,7 @@ class _Tangents(SharedDraws):
         for unit in self._units.units:
             lifted = _lifted(unit, lambda p: gathered(p, self._pieces(p, draw)))
             around.update(dict.fromkeys(unit.calls, lifted))
-        return Perturbation(self._prefix, around=around, evaluate=_differentiate, work=WORK)
+        return Perturbation(self._prefix, around=around, evaluate=_differentiate)
 
     def tell(self, rows: Rows, answer: Answer) -> Tensor:
         """Directional derivatives of the points."""
@@ -123,8 +128,17 @@ class _Tangents(SharedDraws):
         self._loss = float(total) / len(values)
 
 
+@cache
+def _load_derivatives() -> None:
+    """Import torch's own forward derivatives, which it does with a deprecation warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
 def _differentiate(run: Callable[[], Tensor]) -> Answer:
     """Losses of a pass, and their tangents."""
+    _load_derivatives()
     try:
         with torch.inference_mode(False), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
             losses, tangents = forward_ad.unpack_dual(run())

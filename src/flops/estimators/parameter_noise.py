@@ -145,9 +145,9 @@ class ParameterNoise(Estimator):
             return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
         return (losses - (clean if self.used_baseline == "clean" else 0.0)) / self.sigma
 
-    def scaled(self, derivatives: Tensor, losses: Tensor) -> Tensor:
-        """What the noise of shared draws is multiplied by, given the mean loss of each query."""
-        return derivatives
+    def scale(self, losses: Tensor) -> float:
+        """Of a gradient by shared draws, given the mean loss of each query."""
+        return 1.0
 
     def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None:
         """Warn if the loss differences behind these derivatives drown in rounding."""

@@ -49,13 +49,13 @@ class SharedNoise(Protocol):
 
     def derivatives(self, losses: Tensor, clean: Tensor) -> Tensor: ...  # noqa: D102
 
-    def scaled(self, derivatives: Tensor, losses: Tensor) -> Tensor: ...  # noqa: D102
+    def scale(self, losses: Tensor) -> float: ...  # noqa: D102
 
     def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None: ...  # noqa: D102
 
 
 class SharedDraws(Estimation):
-    """The mean over draws of w z, from a directional derivative w of the batch for each draw.
+    """The mean over draws of w z times a scale, with a directional derivative w for each draw.
 
     Args:
         noise: Of the draws.
@@ -75,6 +75,7 @@ class SharedDraws(Estimation):
         self._prefix = units.prefix if recorded else nothing(units.structure)
         self._planned = False
         self._derivatives = torch.empty(0)
+        self._scale = 1.0
         self._loss = float("nan")
 
     def plan(self) -> BatchPlan | None:
@@ -87,12 +88,13 @@ class SharedDraws(Estimation):
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
         """The sum over the draws of w z, as keys and scalars."""
         derivatives = self._derivatives.tolist()
+        scale *= self._scale
         weights = tuple(w * scale / len(derivatives) for w in derivatives)
         sink.add_draws(Draws(self._drawn, self._queries.key, weights, self._shape, self._kept))
 
     def finish(self) -> Estimate:
         """One derivative per draw, and the mean loss."""
-        energy = self._shape.energy(self._drawn)
+        energy = self._scale**2 * self._shape.energy(self._drawn)
         return Estimate(self._derivatives, None, energy, loss=self._loss)
 
     def _pieces(self, parameter: nn.Parameter, draw: int) -> Pieces:
@@ -124,11 +126,11 @@ class SharedEstimation(SharedDraws):
         """One derivative per draw, from the mean losses of the batch."""
         means = values.view(-1, self._queries.size).mean(1)
         clean = self._queries.losses.mean().cpu()
-        derivatives = self._options.derivatives(means, clean)
+        self._derivatives = self._options.derivatives(means, clean)
+        self._scale = self._options.scale(means)
         self._loss = float(means.mean())
         loss = None if self._options.reads_clean else self._loss
-        self._options.warn(self._queries, derivatives, loss)
-        self._derivatives = self._options.scaled(derivatives, means)
+        self._options.warn(self._queries, self._derivatives, loss)
 
     def _shift(self, unit: Unit, draw: int, alpha: float) -> Action:
         """Parameters of a unit point to perturbed copies while it runs."""

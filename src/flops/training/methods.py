@@ -52,6 +52,7 @@ MethodName = Literal[
     "shaped-lr",
 ]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
+WITHOUT_SIGMA: frozenset[MethodName] = frozenset({"bp", "jvp"})
 
 
 @dataclass(frozen=True)
