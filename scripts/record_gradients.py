@@ -21,7 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flops
-from flops import ES, SPSA, DeepZero, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops import (
+    ES,
+    FZOO,
+    JVP,
+    LOZO,
+    SPSA,
+    DeepZero,
+    Exact,
+    ForwardGradient,
+    Group,
+    LikelihoodRatio,
+    Shaping,
+)
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 
 STEPS = 7
@@ -90,6 +102,9 @@ def estimators() -> Iterator[tuple[str, Any, float]]:
         yield f"{name}-shared", kind(shared=True), 4
         yield f"{name}-shared-signs", kind(shared=True, noise="rademacher"), 4
         yield f"{name}-shaped", kind(shaping=Shaping()), 8
+    yield "fzoo", FZOO(), 4
+    yield "lozo", LOZO(interval=2), 4
+    yield "jvp", JVP(), 2
     yield "deepzero", DeepZero(score_draws=4), 12
     yield "deepzero-random", DeepZero(pruning="random"), 12
     yield "exact", Exact(), 1

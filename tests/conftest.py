@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import ES, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops import ES, FZOO, JVP, LOZO, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.passes.interrupts import SIGNALS, DeferSignals
 from flops.perturb import random
 
@@ -31,6 +31,9 @@ ESTIMATORS = {
     "spsa": SPSA(),
     "spsa-shared": SPSA(shared=True),
     "spsa-shaped": SPSA(shaping=Shaping()),
+    "fzoo": FZOO(),
+    "lozo": LOZO(),
+    "jvp": JVP(),
     "exact": Exact(),
 }
 

@@ -18,7 +18,20 @@ import flops.allocators
 import flops.blackbox
 import flops.estimators
 import flops.presets
-from flops import ES, SPSA, DeepZero, Exact, ForwardGradient, Group, LikelihoodRatio, MeZO, Shaping
+from flops import (
+    ES,
+    FZOO,
+    JVP,
+    LOZO,
+    SPSA,
+    DeepZero,
+    Exact,
+    ForwardGradient,
+    Group,
+    LikelihoodRatio,
+    MeZO,
+    Shaping,
+)
 from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman, Signal, Traces
 from flops.blackbox import Candidates, Outputs, Tuner
 
@@ -106,6 +119,9 @@ EXAMPLES: dict[str, list[Any]] = {
     "ES": [ES(), ES(shaping=Shaping())],
     "SPSA": [SPSA(), SPSA(shaping=Shaping())],
     "MeZO": [MeZO()],
+    "FZOO": [FZOO()],
+    "LOZO": [LOZO()],
+    "JVP": [JVP()],
     "DeepZero": [DeepZero()],
     "Exact": [Exact()],
     "Shaping": [Shaping()],
@@ -132,6 +148,9 @@ EXAMPLES: dict[str, list[Any]] = {
         ),
     ],
     "mezo": flops.presets.mezo(deep()),
+    "fzoo": flops.presets.fzoo(deep()),
+    "lozo": flops.presets.lozo(deep()),
+    "jvp": flops.presets.jvp(deep()),
 }
 RETURNED = {"Diagnosis", "StepReport"}  # by the library, with a printed form of their own
 WRAPPERS = {"Shared"}  # prints as the tensor in it does
@@ -143,6 +162,7 @@ def constructed() -> set[str]:
         name
         for name, value in vars(flops.presets).items()
         if inspect.isfunction(value) and value.__module__ == flops.presets.__name__
+        if not name.startswith("_")
     }
     for package in (flops, flops.estimators, flops.allocators, flops.blackbox):
         for name in package.__all__:

@@ -18,13 +18,16 @@ from flops.errors import (
     QueryError,
     RandomnessError,
 )
-from flops.estimators import ES, SPSA, DeepZero, Exact, LikelihoodRatio, MeZO
+from flops.estimators import ES, FZOO, JVP, LOZO, SPSA, DeepZero, Exact, LikelihoodRatio, MeZO
 from flops.passes.batch import Shared
 from flops.subspace.config import Shaping
 from flops.version import __version__ as __version__
 
 __all__ = [
     "ES",
+    "FZOO",
+    "JVP",
+    "LOZO",
     "SPSA",
     "BatchError",
     "CoverageError",

@@ -118,7 +118,9 @@ def test_parts_that_are_no_tensors_count_by_their_value() -> None:
     assert digest(object()) == digest(object())  # of other processes, nothing else is known
 
 
-@pytest.mark.parametrize("name", ["mezo", "spsa shared", "es shared", "deepzero"])
+@pytest.mark.parametrize(
+    "name", ["mezo", "spsa shared", "es shared", "fzoo", "lozo", "jvp", "deepzero"]
+)
 def test_parameter_noise_sends_scalars_only(name: str, found: list[dict[str, Any]]) -> None:
     counts = found[0][name]["reports"][-1][3]
     rows = sum(sum(c) for c in counts.values())

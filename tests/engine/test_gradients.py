@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import ES, SPSA, DeepZero, Exact, ForwardGradient, Group, LikelihoodRatio, MeZO, Shaping
+from flops import (
+    ES,
+    FZOO,
+    JVP,
+    LOZO,
+    SPSA,
+    DeepZero,
+    Exact,
+    ForwardGradient,
+    Group,
+    LikelihoodRatio,
+    MeZO,
+    Shaping,
+)
 from flops.allocators import Gaussian, Neyman
 from tests.conftest import squared
 
@@ -39,6 +52,9 @@ ESTIMATORS = {
     "es": ES(),
     "spsa": SPSA(),
     "mezo": MeZO(),
+    "fzoo": FZOO(),
+    "lozo": LOZO(),
+    "jvp": JVP(),
     "deepzero": DeepZero(score_draws=2),
     "exact": Exact(),
 }

@@ -38,7 +38,7 @@ def model() -> Net:
 def test_half_precision(name: str, dtype: torch.dtype, model: Net) -> None:
     x, y = (t.to(dtype) for t in data())
     estimator = ESTIMATORS[name]
-    if estimator.minimum_queries > 0:
+    if estimator.minimum_queries > 0 and estimator.has_sigma:
         estimator = dataclasses.replace(estimator, sigma=0.1)
     seen, read = [], []
 
@@ -62,7 +62,7 @@ def test_half_precision(name: str, dtype: torch.dtype, model: Net) -> None:
 def test_half_precision_keeps_the_gradient(name: str, model: Net) -> None:
     x, y = data()
     estimator = ESTIMATORS[name]
-    if estimator.minimum_queries > 0:
+    if estimator.minimum_queries > 0 and estimator.has_sigma:
         estimator = dataclasses.replace(estimator, sigma=0.3)
     truth = gradient(ForwardGradient(model, squared, groups(model, estimator)), x, y)
     half = copy.deepcopy(model).bfloat16()
@@ -75,7 +75,7 @@ def test_half_precision_keeps_the_gradient(name: str, model: Net) -> None:
 def test_autocast_sees_the_perturbed_parameters(name: str, model: Net) -> None:
     x, y = (t.float() for t in data())
     estimator = ESTIMATORS[name]
-    if estimator.minimum_queries > 0:
+    if estimator.minimum_queries > 0 and estimator.has_sigma:
         estimator = dataclasses.replace(estimator, sigma=0.3)
     model.float()
 
@@ -117,7 +117,8 @@ def test_a_factor_of_the_loss(name: str, model: Net) -> None:
     x, y = data()
     plain = gradient(engine(model, name), x, y)
     tripled = gradient(engine(model, name, lambda o, t: 3 * squared(o, t)), x, y)
-    torch.testing.assert_close(tripled, 3 * plain, rtol=1e-6, atol=1e-8)
+    factor = 1 if name == "FZOO" else 3  # its gradient has the scale of the loss divided out
+    torch.testing.assert_close(tripled, factor * plain, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.usefixtures("path")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import ES, SPSA, DeepZero, ForwardGradient, Group, MeZO
+from flops import ES, FZOO, JVP, LOZO, SPSA, DeepZero, ForwardGradient, Group, MeZO
 from flops.perturb import draws
 from flops.perturb.random import fill
 from flops.presets import mezo
@@ -103,7 +103,15 @@ def test_a_tied_parameter_has_one_draw_wherever_it_is_used() -> None:
 
 @pytest.mark.parametrize(
     "estimator",
-    [MeZO(), ES(shared=True), SPSA(shared=True, noise="rademacher"), DeepZero(score_draws=2)],
+    [
+        MeZO(),
+        FZOO(1e-2),
+        LOZO(),
+        JVP(),
+        ES(shared=True),
+        SPSA(shared=True, noise="rademacher"),
+        DeepZero(score_draws=2),
+    ],
 )
 @pytest.mark.parametrize("queries", [2, 6, 12])
 def test_small_groups_have_the_gradient_of_large_ones(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, Group, LikelihoodRatio
-from flops.estimators import shared_parameters
 from flops.perturb import draws
 from flops.perturb.random import NoiseStream
 from tests.conftest import cosine, estimate, exact, flat, sign_vectors, squared
@@ -74,8 +73,7 @@ def test_shared_parameter_noise(estimator: ES | SPSA, monkeypatch: pytest.Monkey
     def fill(kind: str, key: tuple[int, ...], out: Tensor) -> Tensor:
         return out.copy_(sign_vectors(size)[key[-1]])
 
-    for module in (shared_parameters, draws):
-        monkeypatch.setattr(module, "fill", fill)
+    monkeypatch.setattr(draws, "fill", fill)
     groups = [Group(model, estimator, queries=2**size * estimator.unit)]
     found, truth = estimate(model, squared, x, y, groups), exact(model, squared, x, y)
     torch.testing.assert_close(flat(found), flat(truth), rtol=1e-6, atol=1e-12)

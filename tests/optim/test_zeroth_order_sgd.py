@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flops import ES, SPSA, Exact, FlopsError, ForwardGradient, Group, LikelihoodRatio, MeZO
 from flops.optim import ZerothOrderSGD
 from flops.perturb import draws
-from flops.presets import mezo
+from flops.presets import fzoo, jvp, lozo, mezo
 from tests.conftest import squared
 
 
@@ -51,6 +51,9 @@ def two_groups(model: Net) -> list[Group]:
 
 GROUPS = {
     "mezo": mezo,
+    "fzoo": fzoo,
+    "lozo": lambda m: lozo(m, queries=4, interval=2),
+    "jvp": lambda m: jvp(m, queries=2),
     "several draws": lambda m: mezo(m, queries=6),
     "signs": lambda m: [Group(m, SPSA(shared=True, noise="rademacher"), 4)],
     "two groups": two_groups,

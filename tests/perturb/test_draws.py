@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flops.perturb import draws as module
 from flops.perturb.draws import Draws, DrawShape, shifted
+from flops.perturb.low_rank import LowRank
 from flops.perturb.random import fill
 
 KEY = (3, 1, 4)
@@ -29,37 +30,54 @@ def reference(draws: Draws) -> list[Tensor]:
     size = sum(p.numel() for p in draws.shape.parameters)
     total: list[Tensor] = []
     for number, weight in enumerate(draws.weights):
-        row = fill(draws.kind, (*draws.key, number), torch.empty(size))
+        key, noise = (*draws.key, number), draws.noise
+        row = fill("gaussian" if isinstance(noise, LowRank) else noise, key, torch.empty(size))
         sizes, parts = [p.numel() for p in draws.shape.parameters], []
-        for z, p in zip(row.split(sizes), draws.shape.parameters, strict=True):
-            wide = torch.promote_types(p.dtype, torch.float32)
-            parts.append(z.view(p.shape).to(wide) * weight)
+        for place, (plain, p) in enumerate(
+            zip(row.split(sizes), draws.shape.parameters, strict=True)
+        ):
+            z, wide, gain = plain, torch.promote_types(p.dtype, torch.float32), 1.0
+            if isinstance(noise, LowRank) and p.dim() > 1:
+                z, gain = low_rank(noise, key, place, p), 1 / noise.rank
+            parts.append(z.view(p.shape).to(wide) * weight * gain)
         total = parts if not total else [a + b for a, b in zip(total, parts, strict=True)]
     for number, row in draws.shape.padding.items():
         total[number][row] = 0
     return total
 
 
+def low_rank(noise: LowRank, key: tuple[int, ...], place: int, p: Tensor) -> Tensor:
+    """U V^T of a matrix, as a whole."""
+    seed, step, *rest = key
+    u = fill("gaussian", (*key, place), torch.empty(len(p), noise.rank))
+    kept = (seed, step // noise.interval, *rest, place, noise.interval)
+    v = fill("gaussian", kept, torch.empty(p[0].numel(), noise.rank))
+    return u @ v.T
+
+
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "float64": {"dtype": torch.float64},
     "bfloat16": {"dtype": torch.bfloat16},
-    "signs": {"kind": "rademacher"},
+    "signs": {"noise": "rademacher"},
+    "low rank": {"noise": LowRank(3, 2)},
     "several": {"weights": (0.3, -2.0, 0.7)},
     "channels last": {"mixed": True},
+    "low rank, several": {"noise": LowRank(1, 9), "weights": (0.3, -2.0), "padding": {2: 4}},
+    "low rank, channels last": {"noise": LowRank(2, 1), "mixed": True},
     "padding": {"padding": {2: 4}},
     "padding in a piece": {"padding": {1: 131_075}},
 }
 
 
 def made(
-    kind: Any = "gaussian",
+    noise: Any = "gaussian",
     weights: tuple[float, ...] = (-1.7,),
     dtype: torch.dtype = torch.float32,
     mixed: bool = False,
     padding: dict[int, int] | None = None,
 ) -> Draws:
-    return Draws(kind, KEY, weights, DrawShape(parameters(dtype, mixed), padding or {}))
+    return Draws(noise, KEY, weights, DrawShape(parameters(dtype, mixed), padding or {}))
 
 
 @pytest.mark.parametrize("keep", [0, 1 << 22], ids=["large", "small"])
@@ -72,7 +90,8 @@ def test_a_gradient_is_the_weighted_sum_of_its_noise(
     assert draws.shape.small == (bool(keep) and not ({"mixed", "padding"} & CASES[case].keys()))
     found = list(draws.gradients())
     assert [p for p, *_ in found] == list(draws.shape.parameters)
-    tight = {"rtol": 0, "atol": 0} if len(draws.weights) == 1 else {"rtol": 1e-5, "atol": 1e-6}
+    plain = len(draws.weights) == 1 and not isinstance(draws.noise, LowRank)
+    tight = {"rtol": 0, "atol": 0} if plain else {"rtol": 1e-5, "atol": 1e-6}
     for (p, gradient, energy), expected in zip(found, reference(draws), strict=True):
         torch.testing.assert_close(gradient, expected, **tight)
         assert gradient.dtype == torch.promote_types(p.dtype, torch.float32)
@@ -98,12 +117,16 @@ def test_a_move_adds_the_gradient(case: str, keep: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("keep", [0, 1 << 22], ids=["large", "small"])
+@pytest.mark.parametrize("noises", [("gaussian", "gaussian"), (LowRank(2, 5), "rademacher")])
+@pytest.mark.parametrize("turned", [False, True])
 def test_earlier_gradients_are_added_with_their_factors(
-    keep: int, monkeypatch: pytest.MonkeyPatch
+    keep: int, noises: tuple[Any, Any], turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "KEEP", keep)
-    draws = made(dtype=torch.float64)
-    other = Draws("gaussian", (9, 9, 9), (0.5, 0.25), draws.shape)
+    monkeypatch.setattr("flops.perturb.low_rank.PIECE", 30)  # pieces of unequal lengths
+    now, before = noises[::-1] if turned else noises
+    draws = made(now, dtype=torch.float64)
+    other = Draws(before, (9, 9, 9), (0.5, 0.25), draws.shape)
     expected = [
         p.detach() + 2.0 * (a + 0.9 * b)
         for p, a, b in zip(draws.shape.parameters, reference(draws), reference(other), strict=True)
@@ -122,7 +145,8 @@ def test_shifted_leaves_the_data_and_the_padding(dtype: torch.dtype, layout: Any
     data = torch.randn(5, 4, 3, 3, dtype=dtype).to(memory_format=layout)
     before = data.clone()
     z = fill("gaussian", KEY, torch.empty(5, 4, 3, 3), offset=17)
-    found = shifted(data, "gaussian", KEY, 0.5, 17, padding=2)
+    shape = DrawShape((nn.Parameter(torch.empty(17)), nn.Parameter(data)))
+    found = shifted(data, shape.pieces("gaussian", KEY, 1), 0.5, padding=2)
     expected = (data.to(torch.promote_types(dtype, torch.float32)) + 0.5 * z).to(dtype)
     expected[2] = data[2]
     torch.testing.assert_close(found, expected)

@@ -26,7 +26,7 @@ def found() -> dict[str, tuple[int, float]]:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("name", [*ESTIMATORS, *OTHERS])
+@pytest.mark.parametrize("name", [*(n for n in ESTIMATORS if not n.startswith("JVP")), *OTHERS])
 def test_steps_on_a_device(found: dict[str, tuple[int, float]], name: str) -> None:
     largest, difference = found[name]
     assert 0 < largest <= BOUND

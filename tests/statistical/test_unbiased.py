@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
+from flops import ES, JVP, LOZO, SPSA, ForwardGradient, Group, LikelihoodRatio
 from flops.allocators import Fixed
 from flops.engine.rows import plan_rows
 from flops.estimators.base import Rows
@@ -104,6 +104,8 @@ ESTIMATORS = {
     "es-shared": ES(SIGMA, shared=True),
     "spsa": SPSA(SIGMA),
     "spsa-shared": SPSA(SIGMA, shared=True),
+    "lozo-shared": LOZO(SIGMA, interval=1),
+    "jvp-shared": JVP(),
     "spsa-shared-signs": SPSA(SIGMA, shared=True, noise="rademacher"),
 }
 

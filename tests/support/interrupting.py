@@ -23,7 +23,19 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flops import ES, SPSA, DeepZero, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops import (
+    ES,
+    FZOO,
+    JVP,
+    LOZO,
+    SPSA,
+    DeepZero,
+    Exact,
+    ForwardGradient,
+    Group,
+    LikelihoodRatio,
+    Shaping,
+)
 from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
 from flops.errors import PrecisionWarning
@@ -43,6 +55,9 @@ CASES: dict[str, tuple[Any, Callable[[], Allocator]]] = {
     "shaped spsa": (SPSA(shaping=Shaping()), Equal),
     "shared": (SPSA(shared=True), Equal),
     "mezo": (None, Equal),
+    "fzoo": (FZOO(), Equal),
+    "lozo": (LOZO(interval=2), Equal),
+    "jvp": (JVP(), Equal),
     "deepzero": (DeepZero(score_draws=2), Equal),
     "exact": (Exact(), Equal),
 }

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from flops import (
     ES,
+    FZOO,
+    JVP,
+    LOZO,
     SPSA,
     DeepZero,
     Exact,
@@ -45,6 +48,9 @@ CASES: dict[str, tuple[Any, Callable[[], Allocator]]] = {
     "shaped spsa": (SPSA(shaping=Shaping()), Gaussian),
     "spsa shared": (SPSA(shared=True), Equal),
     "es shared": (ES(shared=True), Equal),
+    "fzoo": (FZOO(), Equal),
+    "lozo": (LOZO(interval=3), Equal),
+    "jvp": (JVP(), Equal),
     "deepzero": (DeepZero(score_draws=4), Equal),
     "exact": (Exact(), Equal),
 }

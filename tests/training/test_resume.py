@@ -45,7 +45,7 @@ def test_an_unbroken_run_learns_and_repeats_itself(unbroken: Path, tmp_path: Pat
         assert_alike(tmp_path / "run", unbroken)
 
 
-@pytest.mark.parametrize("method", ["bp", "mezo", "ops-lr", "ops-spsa"])
+@pytest.mark.parametrize("method", ["bp", "mezo", "fzoo", "lozo", "jvp", "ops-lr", "ops-spsa"])
 @pytest.mark.bits
 def test_every_kind_of_state_is_restored(method: str, tmp_path: Path) -> None:
     whole, broken = (

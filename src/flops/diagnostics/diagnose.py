@@ -160,7 +160,7 @@ def diagnose(
             if group.estimator.shaping is not None:
                 shaping_rows += bench.shaping(repeats)
             allocator_rows += bench.allocators(chosen, repeats, trace_queries)
-            if sigmas and group.estimator.minimum_queries > 0:
+            if sigmas and group.estimator.has_sigma:
                 sigma_rows += sweep(group, bench.at_counts, session.losses, sigmas, exact)
     return Diagnosis(float(session.losses.mean()), allocator_rows, sigma_rows, shaping_rows)
 

@@ -225,11 +225,11 @@ class ForwardGradient:
         for group in self.groups:
             if not group.estimator.seeded:
                 raise FlopsError(
-                    f"group '{group.name}': the gradient of {type(group.estimator).__name__} is "
-                    "not given by seeds and scalars; those of MeZO, SPSA(shared=True) and "
-                    "ES(shared=True) are. For others use any torch optimizer, and "
-                    "flops.optim.step_as_gradients_appear(optimizer) to store one gradient at a "
-                    "time."
+                    f"group '{group.name}': the gradient of {type(group.estimator).__name__} does "
+                    "not follow from seeds and scalars; those of MeZO, FZOO, LOZO, JVP, "
+                    "SPSA(shared=True) and ES(shared=True) do. For others use any torch "
+                    "optimizer, and flops.optim.step_as_gradients_appear(optimizer) to hold one "
+                    "gradient at a time."
                 )
 
     @contextmanager
@@ -348,7 +348,8 @@ class ForwardGradient:
             return True
         # A clean pass only for replays pays if these save more than one pass.
         pairs = zip(layout.bindings, self.groups, strict=True)
-        return bool(sum(binding.replayed_share * group.queries for binding, group in pairs) >= 1)
+        saved = [b.replayed_share * g.queries * g.estimator.work for b, g in pairs]
+        return bool(sum(saved) >= 1)
 
     def state_dict(self) -> dict[str, Any]:
         """State for resuming, besides that of model and optimizer."""

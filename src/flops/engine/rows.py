@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -48,7 +48,7 @@ class Ranks:
     messages: int = 0
 
     def shard(self, count: int, unit: int = 1) -> tuple[int, int]:
-        """First and last + 1 of this rank's rows, in whole units."""
+        """First and last + 1 of this rank's rows, in whole calls."""
         return 0, count
 
     def bounds(self, costs: Sequence[float], size: int) -> list[int]:
@@ -256,18 +256,22 @@ class LocalRunner:
                 synchronise.
         """
         fast = torch.inference_mode() if perturbation.edits else nullcontext()
+        run = partial(
+            self.passes.run,
+            perturbation.prefix,
+            self.record,
+            rows.points,
+            edits=perturbation.edits,
+            around=perturbation.around,
+        )
         with fast:
-            losses = self.passes.run(
-                perturbation.prefix,
-                self.record,
-                rows.points,
-                edits=perturbation.edits,
-                around=perturbation.around,
-            )
-        losses = losses.clone() if losses.is_inference() else losses
+            evaluate = perturbation.evaluate or (lambda run: RowResults(run()))
+            results = evaluate(run)
+        if results.losses.is_inference():
+            results = replace(results, losses=results.losses.clone())
         if self.world_size == 1:
-            check_finite(losses, f"a query of group '{name}'", rows.points)
-        return RowResults(losses)
+            check_finite(results.losses, f"a query of group '{name}'", rows.points)
+        return results
 
     @property
     def world_size(self) -> int:

@@ -294,7 +294,8 @@ class QueryLoop:
         """Take the results of a query, and charge its group."""
         step, count = query.step, len(query.rows.points)
         step.cost.rows += count
-        step.cost.queries += count * (1 - query.perturbation.prefix.share)
+        share = 1 - query.perturbation.prefix.share
+        step.cost.queries += count * share * step.group.estimator.work
         values = step.estimation.tell(query.rows, results)
         self._values[self._steps.index(step)].append(values)
 

@@ -26,10 +26,10 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
         if layout is not None:
             binding = layout.bindings[number]
             noise = f"{binding.noise_size:,}" if binding.noise_size else "-"
-            share = 1 - binding.replayed_share
+            work = group.estimator.work * (1 - binding.replayed_share)
             queries = group.estimator.makes_queries
-            cost = f"{share:.2f}" if queries else "-"
-            total += share * group.queries if queries else BACKWARD
+            cost = f"{work:.2f}" if queries else "-"
+            total += work * group.queries if queries else BACKWARD
         rows.append(
             (
                 group.name,

@@ -87,16 +87,22 @@ class Perturbation:
         prefix: Calls to replay.
         edits: Changes to the outputs of calls.
         around: Actions that calls run instead of their own forward.
+        evaluate: Runs the pass, loss function included, and returns more than its losses; None
+            for the losses alone.
     """
 
     prefix: Prefix
     edits: Mapping[int, Edit] = field(default_factory=dict)
     around: Mapping[int, Action] = field(default_factory=dict)
+    evaluate: Callable[[Callable[[], Tensor]], RowResults] | None = None
 
 
 @dataclass(frozen=True)
 class RowResults:
-    """Results of a chunk of rows: losses, shape (R,), and outputs, shape (R, K), if any."""
+    """Results of a chunk of rows: losses, shape (R,), and outputs, shape (R, K), if any.
+
+    Forward differentiation returns the tangents of the losses as outputs, shape (R, 1).
+    """
 
     losses: Tensor
     outputs: Tensor | None = None
@@ -269,6 +275,8 @@ class Estimator(ABC):
         seeded: Whether its gradients are keys and scalars (`Sink.add_draws`).
         whole_model: Whether the estimate covers all uses of its parameters in the model.
         makes_queries: Whether it makes queries; backpropagation does not.
+        has_sigma: Whether its queries have a noise scale; exact derivatives have none.
+        work: Work of a query, in forward passes of the part of the model that runs.
         unit: Queries per draw: 1, or 2 for antithetic pairs.
         minimum_queries: Minimum queries per point; 0 if it makes none.
         reads_clean: Whether it reads the clean losses. If no estimator does, there is no clean
@@ -280,6 +288,8 @@ class Estimator(ABC):
     shared: bool = False
     whole_model: bool = False
     makes_queries: bool = True
+    has_sigma: bool = True
+    work: float = 1.0
 
     @property
     def unit(self) -> int:  # noqa: D102

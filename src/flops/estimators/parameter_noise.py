@@ -36,6 +36,7 @@ from flops.passes.intercept import Action, Forward
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
+from flops.perturb.draws import Noise
 from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls, find_parameter_calls
 from flops.perturb.random import Kind, NoiseStream, SharedKind
 from flops.perturb.rowwise import (
@@ -105,6 +106,11 @@ class ParameterNoise(Estimator):
         return self.shared
 
     @property
+    def shared_noise(self) -> Noise:
+        """Noise of shared draws."""
+        return self.noise
+
+    @property
     def kind(self) -> Kind:
         """Distribution of per-point draws."""
         return self._isotropic if self.shaping is not None else "rademacher"
@@ -135,6 +141,10 @@ class ParameterNoise(Estimator):
         if self.used_baseline == "antithetic":
             return (losses[0::2] - losses[1::2]) / (2 * self.sigma)
         return (losses - (clean if self.used_baseline == "clean" else 0.0)) / self.sigma
+
+    def scale(self, losses: Tensor) -> float:
+        """Of a gradient by shared draws, given the mean loss of each query."""
+        return 1.0
 
     def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None:
         """Warn if the loss differences of these derivatives are dominated by rounding."""

@@ -27,9 +27,8 @@ from flops.estimators.base import (
 )
 from flops.passes.intercept import Action, Forward
 from flops.passes.replay import empty_prefix
-from flops.perturb.draws import Draws, DrawShape, shifted
+from flops.perturb.draws import Draws, DrawShape, Noise, Pieces, shifted
 from flops.perturb.parameter_calls import CalledModule, ParameterCalls
-from flops.perturb.random import SharedKind, fill
 
 
 class SharedNoise(Protocol):
@@ -39,7 +38,7 @@ class SharedNoise(Protocol):
     def sigma(self) -> float: ...  # noqa: D102
 
     @property
-    def noise(self) -> SharedKind: ...  # noqa: D102
+    def shared_noise(self) -> Noise: ...  # noqa: D102
 
     @property
     def unit(self) -> int: ...  # noqa: D102
@@ -49,23 +48,35 @@ class SharedNoise(Protocol):
 
     def derivatives(self, losses: Tensor, clean: Tensor) -> Tensor: ...  # noqa: D102
 
+    def scale(self, losses: Tensor) -> float: ...  # noqa: D102
+
     def warn(self, queries: Queries, derivatives: Tensor, loss: float | None = None) -> None: ...  # noqa: D102
 
 
-class SharedEstimation(Estimation):
-    """Mean losses of the batch under each draw, then the mean of w z."""
+class SharedDraws(Estimation):
+    """The mean over draws of w z times a scale, with a directional derivative w for each draw.
 
-    def __init__(self, options: SharedNoise, calls: ParameterCalls, queries: Queries) -> None:
-        self._options, self._calls, self._queries = options, calls, queries
+    Args:
+        noise: Distribution of the noise.
+        calls: Calls during which the parameters are perturbed.
+        queries: The group's part of the step.
+        unit: Passes over the batch for each draw.
+    """
+
+    def __init__(
+        self, noise: Noise, calls: ParameterCalls, queries: Queries, unit: int = 1
+    ) -> None:
+        self._drawn, self._calls, self._queries = noise, calls, queries
         self.dtype = queries.losses.dtype
-        self._draws = int(queries.counts[0]) // options.unit
+        self._passes = int(queries.counts[0]) // unit * unit
         self._shape = DrawShape(calls.parameters, calls.padding)
-        self._kept: dict[int, Tensor] = {}  # the last draw of a small group
-        # Nothing can be replayed without a clean pass.
+        self._kept: dict[int, Tensor] = {}  # the latest draw of a small group
+        # Without a clean pass there is nothing to replay.
         recorded = calls.prefix.needed <= queries.recorded
         self._prefix = calls.prefix if recorded else empty_prefix(calls.structure)
         self._planned = False
         self._derivatives = torch.empty(0)
+        self._scale = 1.0
         self._loss = float("nan")
 
     def plan(self) -> BatchPlan | None:
@@ -73,7 +84,32 @@ class SharedEstimation(Estimation):
         if self._planned:
             return None
         self._planned = True
-        return BatchPlan([self._prefix] * (self._draws * self._options.unit))
+        return BatchPlan([self._prefix] * self._passes)
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """The sum over the draws of w z, as keys and scalars."""
+        derivatives = self._derivatives.tolist()
+        scale *= self._scale
+        weights = tuple(w * scale / len(derivatives) for w in derivatives)
+        sink.add_draws(Draws(self._drawn, self._queries.key, weights, self._shape, self._kept))
+
+    def finish(self) -> Estimate:
+        """One derivative per draw, and the mean loss."""
+        energy = self._scale**2 * self._shape.energy(self._drawn)
+        return Estimate(self._derivatives, None, energy, loss=self._loss)
+
+    def _pieces(self, parameter: nn.Parameter, draw: int) -> Pieces:
+        """A parameter's noise in a draw."""
+        key, number = (*self._queries.key, draw), self._shape.numbers[parameter]
+        return self._shape.pieces(self._drawn, key, number)
+
+
+class SharedEstimation(SharedDraws):
+    """Finite differences: mean losses of the batch under each draw."""
+
+    def __init__(self, options: SharedNoise, calls: ParameterCalls, queries: Queries) -> None:
+        super().__init__(options.shared_noise, calls, queries, options.unit)
+        self._options = options
 
     def ask(self, rows: Rows) -> Perturbation:
         """All parameters shifted along one draw."""
@@ -92,30 +128,13 @@ class SharedEstimation(Estimation):
         means = values.view(-1, self._queries.size).mean(1)
         clean = self._queries.losses.mean().cpu()
         self._derivatives = self._options.derivatives(means, clean)
+        self._scale = self._options.scale(means)
         self._loss = float(means.mean())
         loss = None if self._options.reads_clean else self._loss
         self._options.warn(self._queries, self._derivatives, loss)
 
-    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The mean over the draws of w z, as keys and scalars."""
-        weights = tuple(w * scale / self._draws for w in self._derivatives.tolist())
-        key = self._queries.key
-        sink.add_draws(Draws(self._options.noise, key, weights, self._shape, self._kept))
-
-    def finish(self) -> Estimate:
-        """Directional derivatives and the mean loss."""
-        parameters, padding = self._shape.parameters, self._shape.padding
-        size = self._shape.offsets[-1] - sum(parameters[i][0].numel() for i in padding)
-        return Estimate(self._derivatives, None, float(size), loss=self._loss)
-
-    @cached_property
-    def _starts(self) -> dict[nn.Parameter, int]:
-        """Start of each parameter in a draw."""
-        return dict(zip(self._shape.parameters, self._shape.offsets, strict=False))
-
     def _shift(self, called: CalledModule, draw: int, alpha: float) -> Action:
         """Parameters of a module point to perturbed copies while it runs."""
-        kind, key = self._options.noise, (*self._queries.key, draw)
 
         def action(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             saved = [(p, p.data) for p in called.parameters.values()]
@@ -123,7 +142,7 @@ class SharedEstimation(Estimation):
                 with called.clean_padding() if called.lookups else nullcontext():
                     for path, p in called.parameters.items():
                         padding = called.padding.get(path)
-                        p.data = shifted(p.data, kind, key, alpha, self._starts[p], padding)
+                        p.data = shifted(p.data, self._pieces(p, draw), alpha, padding)
                     return forward(*args, **kwargs)
             finally:
                 for parameter, data in saved:
@@ -153,7 +172,7 @@ class SharedEstimation(Estimation):
         if draw not in self._kept:
             self._kept.clear()
             key = (*self._queries.key, draw)
-            self._kept[draw] = fill(self._options.noise, key, self._row[0])
+            self._kept[draw] = self._shape.fill(self._drawn, key, self._row[0])
         return self._row[1]
 
     @cached_property

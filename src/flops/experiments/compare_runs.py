@@ -16,7 +16,7 @@ from flops.tasks.classification.config import FinetuneConfig
 from flops.tasks.models.vit import Head
 from flops.tasks.models.weights import weights_digest
 from flops.training.loop import train
-from flops.training.methods import MethodName
+from flops.training.methods import WITHOUT_SIGMA, MethodName
 from flops.training.progress import budget_mark, epoch_mark
 
 
@@ -126,7 +126,7 @@ class MethodComparison:
         given = ComparisonRun(
             method,
             learning_rate,
-            None if method == "bp" else sigma,
+            None if method in WITHOUT_SIGMA else sigma,
             self.epochs,
             self.budget or 1.0,
             base.model,

@@ -13,7 +13,7 @@ from typing import Literal
 
 from flops.experiments.cells import Cell, run_cells
 from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure_sweep_run
-from flops.training.methods import MethodName
+from flops.training.methods import WITHOUT_SIGMA, MethodName
 
 MARGIN = 0.25  # of accuracy after a short run: differences of +10 points have become -20
 SWEEP_SEED = 1000  # never among the reported seeds
@@ -84,7 +84,7 @@ def sweep(
         method: The method.
         tries: Evaluates settings.
     """
-    sigmas: Sequence[float] = study.sigmas[-1:] if method == "bp" else study.sigmas
+    sigmas: Sequence[float] = study.sigmas[-1:] if method in WITHOUT_SIGMA else study.sigmas
     pairs = list(itertools.product(study.learning_rates, sigmas))
     if len(pairs) == 1:
         return Chosen(*pairs[0], *pairs[0])

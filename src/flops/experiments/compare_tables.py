@@ -13,7 +13,7 @@ from flops.report.intervals import interval
 from flops.report.plots import matplotlib_figures
 from flops.report.table import Sheet
 from flops.storage.files import replacing
-from flops.training.methods import Method, MethodName
+from flops.training.methods import WITHOUT_SIGMA, Method, MethodName
 
 Results = Mapping[MethodName, Sequence[Mapping[str, Any]]]
 HEADER = ("method", "perturbs", "test accuracy, %", "epochs", "queries", "forwards", "s", "MB")
@@ -63,7 +63,7 @@ def sweep_table(chosen: Mapping[MethodName, Any]) -> Sheet | None:
                 last = "full" if c.finals else "short"
                 names = [n for n, p in tables.items() if p == pair and length == last]
                 scores = ("-" if x is None else f"{100 * x:.1f}" for x in (t.cost, t.epochs))
-                noise = "-" if method == "bp" else f"{t.sigma:g}"
+                noise = "-" if method in WITHOUT_SIGMA else f"{t.sigma:g}"
                 rows.append((method, length, f"{pair[0]:g}", noise, *scores, " ".join(names)))
     header = ("method", "run", "learning rate", "sigma", "equal cost, %", "equal epochs, %", "for")
     note = (

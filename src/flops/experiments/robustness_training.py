@@ -20,7 +20,7 @@ from flops.experiments.robustness_runs import LAST, FinishedRun, read_run
 from flops.tasks.classification.config import FinetuneConfig
 from flops.tasks.models.weights import weights_digest
 from flops.training.loop import train
-from flops.training.methods import METHODS, MethodName
+from flops.training.methods import METHODS, WITHOUT_SIGMA, MethodName
 from flops.training.run_directory import is_run
 
 # Chosen by the sweep of `flops compare` on the validation split, at equal epochs.
@@ -141,7 +141,7 @@ def plan_trainings(
         ModelTraining(
             method,
             setting(method, "learning-rates", rates),
-            None if method == "bp" else setting(method, "sigmas", scales),
+            None if method in WITHOUT_SIGMA else setting(method, "sigmas", scales),
             epochs,
             model,
             data,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,16 @@ from torch import Tensor, nn
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.report import StepReport
 from flops.passes.interrupts import DeferSignals
-from flops.perturb.draws import Draws, DrawShape
+from flops.perturb.draws import Draws, DrawShape, Noise
+from flops.perturb.low_rank import LowRank
+from flops.perturb.random import SharedKind
 
 Moves = dict[str, Draws]
 """The gradients of a step by group."""
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):
-    """SGD for groups whose draws the batch shares (MeZO, shared SPSA and ES), without ``.grad``.
+    """SGD for groups whose draws the batch shares (MeZO, FZOO, LOZO, JVP, ...), without ``.grad``.
 
     >>> fg = ForwardGradient(model, loss_fn, flops.presets.mezo(model))
     >>> optimizer = ZerothOrderSGD(fg, learning_rate=1e-6)
@@ -131,7 +133,10 @@ class ZerothOrderSGD(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Options, and keys and scalars of the steps that momentum remembers."""
         steps = [
-            {name: (d.kind, d.key, d.weights, dict(d.shape.padding)) for name, d in step.items()}
+            {
+                name: (_plain(d.noise), d.key, d.weights, dict(d.shape.padding))
+                for name, d in step.items()
+            }
             for step in self._history
         ]
         return {**super().state_dict(), "draws": steps}
@@ -152,11 +157,21 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._history = [
             {
-                name: Draws(kind, tuple(key), tuple(weights), DrawShape(shapes[name], padding))
-                for name, (kind, key, weights, padding) in step.items()
+                name: Draws(
+                    noise if noise in get_args(SharedKind) else LowRank(*noise),
+                    tuple(key),
+                    tuple(weights),
+                    DrawShape(shapes[name], padding),
+                )
+                for name, (noise, key, weights, padding) in step.items()
             }
             for step in state_dict["draws"]
         ]
+
+
+def _plain(noise: Noise) -> str | tuple[int, int]:
+    """Noise as `torch.load` reads it without running code."""
+    return noise if isinstance(noise, str) else (noise.rank, noise.interval)
 
 
 def _parameter_groups(engine: ForwardGradient) -> Iterator[dict[str, Any]]:

@@ -17,9 +17,16 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
 from flops.passes.inner_products import squared_norm
+from flops.perturb.low_rank import LowRank
 from flops.perturb.random import SharedKind, fill, noise_pieces
 
 KEEP = 1 << 22  # values of a small group, 16 MB
+
+Noise = SharedKind | LowRank
+"""Distribution of a draw."""
+
+Pieces = Iterator[tuple[int, Tensor]]
+"""Start and values of each piece of noise; the next overwrites them."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +62,72 @@ class DrawShape:
         parts: tuple[Tensor, ...] = _unflatten_dense_tensors(row, self.parameters)
         return parts
 
+    @cached_property
+    def numbers(self) -> dict[nn.Parameter, int]:
+        """The number of each parameter."""
+        return {p: number for number, p in enumerate(self.parameters)}
 
-def shifted(
-    data: Tensor,
-    kind: SharedKind,
-    key: tuple[int, ...],
-    alpha: float,
-    offset: int = 0,
-    padding: int | None = None,
-) -> Tensor:
-    """``data + alpha z`` as a new tensor, for the noise z of a key from an offset on.
+    def pieces(
+        self,
+        noise: Noise,
+        key: tuple[int, ...],
+        number: int,
+        first: int = 0,
+        count: int | None = None,
+    ) -> Pieces:
+        """A parameter's part of a draw, a small piece at a time.
+
+        Args:
+            noise: Of the draw.
+            key: Of the draw.
+            number: Of the parameter.
+            first: Place of the first value in the parameter.
+            count: How many values; None for all that follow.
+        """
+        parameter = self.parameters[number]
+        count = self.sizes[number] - first if count is None else count
+        if isinstance(noise, LowRank) and noise.applies(parameter):
+            return noise.pieces(key, number, parameter, first, count)
+        kind: SharedKind = "gaussian" if isinstance(noise, LowRank) else noise
+        return noise_pieces(kind, key, count, parameter.device, self.offsets[number] + first)
+
+    def fill(self, noise: Noise, key: tuple[int, ...], row: Tensor) -> Tensor:
+        """Overwrite a row by a draw on all parameters."""
+        if not isinstance(noise, LowRank):
+            return fill(noise, key, row)
+        for number, start in enumerate(self.offsets[:-1]):
+            for begin, z in self.pieces(noise, key, number):
+                row[start + begin : start + begin + len(z)] = z
+        return row
+
+    def gain(self, noise: Noise, number: int) -> float:
+        """What a parameter's noise is multiplied by in a gradient, so that E[gain z z^T] = I."""
+        return noise.gain(self.parameters[number]) if isinstance(noise, LowRank) else 1.0
+
+    def energy(self, noise: Noise) -> float:
+        """E |gain z|^2 of a draw on all parameters, without what gets no noise."""
+        total = 0.0
+        for number, (parameter, size) in enumerate(zip(self.parameters, self.sizes, strict=True)):
+            idle = parameter[0].numel() if number in self.padding else 0
+            total += (size - idle) * self.gain(noise, number)
+        return total
+
+
+def shifted(data: Tensor, pieces: Pieces, alpha: float, padding: int | None = None) -> Tensor:
+    """``data + alpha z`` as a new tensor.
 
     Args:
         data: Data of a parameter.
-        kind: Distribution of the noise.
-        key: Key of the draw.
+        pieces: Its noise z; see `DrawShape.pieces`.
         alpha: Scale.
-        offset: Start of the parameter in the draw.
         padding: A row without noise.
     """
     if not data.is_contiguous():
-        z = torch.empty(data.shape, dtype=torch.float32, device=data.device)
-        out = torch.add(data, fill(kind, key, z, offset), alpha=alpha).to(data.dtype)
+        out = torch.add(data, gathered(data, pieces), alpha=alpha).to(data.dtype)
     else:
         out = torch.empty_like(data)
         clean, noisy = data.view(-1), out.view(-1)
-        for begin, z in noise_pieces(kind, key, len(clean), data.device, offset):
+        for begin, z in pieces:
             end = begin + len(z)
             torch.add(clean[begin:end], z, alpha=alpha, out=noisy[begin:end])
     if padding is not None:
@@ -88,19 +135,29 @@ def shifted(
     return out
 
 
+def gathered(data: Tensor, pieces: Pieces) -> Tensor:
+    """A parameter's noise as one tensor of its shape, float32."""
+    z = torch.empty(data.shape, dtype=torch.float32, device=data.device)
+    for begin, part in pieces:
+        z.view(-1)[begin : begin + len(part)] = part
+    return z
+
+
 @dataclass(frozen=True)
 class Draws:
     """A gradient g = sum_i weights[i] z_i of a group, where z_i is generated from (*key, i).
 
+    Low-rank noise z_i is multiplied by its gain 1/r; see `flops.perturb.low_rank`.
+
     Attributes:
-        kind: Distribution of the noise.
+        noise: Distribution of the noise.
         key: (seed, step, group).
         weights: Weights of the draws.
         shape: Parameters of the draws.
         kept: Cached rows of draws, by number.
     """
 
-    kind: SharedKind
+    noise: Noise
     key: tuple[int, ...]
     weights: tuple[float, ...]
     shape: DrawShape
@@ -148,15 +205,15 @@ class Draws:
 
     def _move_one(self, number: int, alpha: float, earlier: Sequence[tuple[float, Draws]]) -> float:
         parameter, energy = self.shape.parameters[number], 0.0
-        others = [(factor, draws._pieces(number)) for factor, draws in earlier]
         target: Tensor = parameter
         if not parameter.is_contiguous():  # its memory is not in the order of the noise
             target = torch.zeros(parameter.shape, dtype=_wide(parameter), device=parameter.device)
         flat = target.view(-1)
         for begin, part in self._pieces(number):
             energy += squared_norm(part)
-            for factor, pieces in others:
-                part.add_(next(pieces)[1], alpha=factor)
+            for factor, draws in earlier:
+                for place, more in draws._pieces(number, begin, len(part)):
+                    part[place : place + len(more)].add_(more, alpha=factor)
             flat[begin : begin + len(part)].add_(part, alpha=alpha if target is parameter else 1)
         if target is not parameter:
             parameter.add_(target, alpha=alpha)
@@ -167,33 +224,36 @@ class Draws:
         first, size = self.shape.parameters[0], self.shape.offsets[-1]
         total, spare = torch.empty(0), torch.empty(0)
         for draw, weight in enumerate(self.weights):
-            noise = self.kept.get(draw)
-            if noise is None:
+            z = self.kept.get(draw)
+            if z is None:
                 if not len(spare):
                     spare = torch.empty(size, dtype=torch.float32, device=first.device)
-                noise = fill(self.kind, (*self.key, draw), spare)
-            total = noise.to(_wide(first)) * weight if not draw else total.add_(noise, alpha=weight)
+                z = self.shape.fill(self.noise, (*self.key, draw), spare)
+            total = z.to(_wide(first)) * weight if not draw else total.add_(z, alpha=weight)
+        for number, part in enumerate(self.shape.views(total)):
+            if (gain := self.shape.gain(self.noise, number)) != 1:
+                part.mul_(gain)
         return total
 
-    def _pieces(self, number: int) -> Iterator[tuple[int, Tensor]]:
-        """Start and values of each piece of a parameter's gradient; the next overwrites them.
-
-        A parameter has the same pieces in all draws.
-        """
-        parameter, at = self.shape.parameters[number], self.shape.offsets[number]
-        size, device, wide = parameter.numel(), parameter.device, _wide(parameter)
+    def _pieces(self, number: int, begin: int = 0, count: int | None = None) -> Pieces:
+        """A parameter's gradient, or ``count`` values of it from ``begin`` on."""
+        parameter, gain = self.shape.parameters[number], self.shape.gain(self.noise, number)
+        wide = _wide(parameter)
         row = parameter[0].numel() if number in self.shape.padding else 0
         low = row * self.shape.padding.get(number, 0)
         first, *weights = self.weights
-        for begin, z in noise_pieces(self.kind, (*self.key, 0), size, device, at):
+        for place, z in self.shape.pieces(self.noise, (*self.key, 0), number, begin, count):
+            at = begin + place
             total = z.to(wide).mul_(first)
             for draw, weight in enumerate(weights, start=1):
                 key = (*self.key, draw)
-                for _, more in noise_pieces(self.kind, key, len(z), device, at + begin):
+                for _, more in self.shape.pieces(self.noise, key, number, at, len(z)):
                     total.add_(more, alpha=weight)
+            if gain != 1:
+                total.mul_(gain)
             if row:
-                total[max(0, low - begin) : max(0, low + row - begin)] = 0
-            yield begin, total
+                total[max(0, low - at) : max(0, low + row - at)] = 0
+            yield place, total
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

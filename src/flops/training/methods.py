@@ -4,6 +4,9 @@
 |---|---|---|---|
 | bp | none: backpropagation | | |
 | mezo | all parameters | shared by the batch, 2 queries | |
+| fzoo | all parameters, signs | shared, 8 queries and a clean pass | |
+| lozo | all parameters, of rank 2 on matrices | shared, 2 queries | |
+| jvp | tangents of all parameters: forward differentiation | shared, 1 direction | |
 | n-spsa | parameters, by group | per point | equal |
 | deepzero | single coordinates of a pruned set | shared by the batch | |
 | lr | leaf outputs, the paper's | per point | equal |
@@ -20,6 +23,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
+from flops import presets
 from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
 from flops.allocators.gaussian import Feature
@@ -32,11 +36,23 @@ from flops.estimators.likelihood_ratio import Targets
 from flops.estimators.spsa import SPSA
 from flops.passes.batch import LossFunction
 from flops.perturb.random import Kind
-from flops.presets import mezo
 from flops.subspace.config import Shaping
 
-MethodName = Literal["bp", "mezo", "n-spsa", "deepzero", "lr", "ops-spsa", "ops-lr", "shaped-lr"]
+MethodName = Literal[
+    "bp",
+    "mezo",
+    "fzoo",
+    "lozo",
+    "jvp",
+    "n-spsa",
+    "deepzero",
+    "lr",
+    "ops-spsa",
+    "ops-lr",
+    "shaped-lr",
+]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
+WITHOUT_SIGMA: frozenset[MethodName] = frozenset({"bp", "jvp"})
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,8 @@ class Method:
 
     Args:
         name: Name of the method.
-        queries: Mean queries per point and group; MeZO always makes 2 for the whole model.
+        queries: Mean queries per point and group. Those of mezo and lozo (2), fzoo (8) and jvp (1)
+            are their authors', for the whole model.
         sigma: Noise scale: one for all groups, or one per stage of layers (modules before and after
             them take the first and the last). None is 1e-3.
         targets: What likelihood ratio perturbs; None is "leaf" for lr and ops-lr, "stage" for
@@ -94,8 +111,11 @@ def method_groups(model: nn.Module, method: Method) -> list[Group]:
     """The groups of a method for any model with a stack of layers."""
     if method.name == "bp":
         return [Group(model, Exact(), name="model")]
-    if method.name == "mezo":
-        return mezo(model, method.sigmas[-1])
+    if method.name == "jvp":
+        return presets.jvp(model)
+    if method.name in ("mezo", "fzoo", "lozo"):
+        whole = {"mezo": presets.mezo, "fzoo": presets.fzoo, "lozo": presets.lozo}[method.name]
+        return whole(model, method.sigmas[-1])
     modules = dict(model.named_modules())
     base = estimator(method, method.sigmas[-1])
     groups = automatic_groups(modules, base, method.queries, method.stages)
