@@ -27,11 +27,11 @@ def prompts_by_row(model: nn.Module) -> Iterator[None]:
     Args:
         model: Any model; the virtual tokens of a PeftModel are looked for.
     """
-    peft: Any = model  # of the type PeftModel, if it has a prompt
-    config = getattr(model, "active_peft_config", None)
+    config = _config(model)
     if config is None or getattr(config.peft_type, "value", None) not in ONCE:
         yield
         return
+    peft: Any = model  # a PeftModel
 
     def get_prompt(batch_size: int, task_ids: Any = None, **_: Any) -> Tensor:
         encoder = peft.prompt_encoder[peft.active_adapter]
@@ -44,3 +44,20 @@ def prompts_by_row(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del peft.get_prompt
+
+
+def prompt_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, if the model has a trained prompt; else none.
+
+    An adapter in PEFT's format holds the prompt, but not the encoder that computes it, which a
+    resumed run goes on training.
+    """
+    config = _config(model)
+    if config is None or not config.is_prompt_learning:
+        return {}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _config(model: nn.Module) -> Any:
+    """Of the active adapter of a PeftModel; None for other models."""
+    return getattr(model, "active_peft_config", None)

@@ -30,7 +30,7 @@ from flops.errors import FlopsError
 from flops.estimators.base import Estimator
 from flops.estimators.likelihood_ratio import default_sigma
 from flops.integrations.model_card import append_section
-from flops.integrations.peft import prompts_by_row
+from flops.integrations.peft import prompt_parameters, prompts_by_row
 from flops.integrations.rows import ROWS, NumberedCollator, NumberedRows, points_in
 from flops.integrations.totals import Totals
 from flops.integrations.training_arguments import REFUSED, accept
@@ -45,7 +45,7 @@ from flops.training.methods import Method, MethodName, engine
 prepare_data_loader = require("accelerate", "llm").data_loader.prepare_data_loader
 Trainer = require("transformers", "llm").Trainer
 
-STATE = "flops.pt"  # in a checkpoint folder: engine, allocators, subspaces, totals
+STATE = "flops.pt"  # in a checkpoint: engine with allocators and subspaces, totals, prompt encoder
 SCHEMA = 1
 QUERIES = 20.0
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
             dataset,
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             **options,
@@ -314,6 +314,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
                 "schema": SCHEMA,
                 "engine": self.engine.state_dict(),
                 "totals": self.totals.state_dict(),
+                "prompt": dict(prompt_parameters(self.engine.model)),
             }
             with replacing(Path(output_dir) / STATE) as scratch:
                 save_state(scratch, state)
@@ -334,6 +335,9 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
                 raise FlopsError(f"{path} is of another version of flops; continue with that one")
             self.engine.load_state_dict(state["engine"])
             self.totals = Totals.from_state(state["totals"])
+            with torch.no_grad():
+                for name, parameter in prompt_parameters(self.engine.model).items():
+                    parameter.copy_(state["prompt"][name])
         except UNREADABLE as error:
             raise FlopsError(f"{path} cannot be read: {error}") from error
 
