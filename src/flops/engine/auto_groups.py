@@ -1,7 +1,14 @@
 """Automatic groups: three groups of the repeated blocks, separate groups for the other modules.
 
+<<<<<<< HEAD
 Every stack of a model (two towers) gets its own groups. Parameters without a module that could be
 perturbed (a bare scale in the root) are estimated by SPSA with shared draws.
+=======
+A model with several stacks (two towers) gets such groups for each. A small trainable part of a
+frozen model (a prompt encoder, an adapter, a head) is one target, whatever it is made of.
+Parameters that belong to no module that could be perturbed (a bare scale in the root) are estimated
+by SPSA with shared draws.
+>>>>>>> i20-trainer
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ def automatic_groups(
     """
     if not any(_trains(module) for module in modules.values()):
         raise CoverageError("the model has no trainable parameters: nothing requires a gradient")
-    stacks = _stacks(modules)
+    stacks = _small_part(modules) or _stacks(modules)
     inside = {name for stack in stacks for name in stack.blocks}
     rest, loose = _rest(modules, inside)
     order = {name: place for place, name in enumerate(modules)}
@@ -72,6 +79,36 @@ def automatic_groups(
 
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
+
+
+def _small_part(modules: Mapping[str, nn.Module]) -> list[_Stack]:
+    """The module that holds all that trains, if it is less than half of the model and not deep.
+
+    Its output is where a frozen model takes it in, so noise there is in the fewest dimensions. A
+    part with a stack of blocks is deep: its local product would be backpropagation.
+    """
+    name, found = "", next(iter(modules.values()))
+    whole, part = found, ("", found)
+    while not any(p.requires_grad for p in found.parameters(recurse=False)):
+        children = [(n, c) for n, c in found.named_children() if _trains(c)]
+        if len(children) != 1:
+            break
+        name = f"{name}.{children[0][0]}" if name else children[0][0]
+        found = children[0][1]
+        if type(found).forward is not nn.Module.forward:  # a ModuleList never runs
+            part = (name, found)
+    below = {n: m for n, m in modules.items() if n.startswith(f"{part[0]}.") and _trains(m)}
+    deep = any(
+        isinstance(m, nn.ModuleList | nn.Sequential)
+        and sum(_trains(c) and any(True for _ in c.children()) for c in m.children()) > 1
+        for m in [part[1], *below.values()]
+    )
+    small = 2 * _size(part[1]) < _size(whole)
+    return [_Stack(part[0], (part[0],))] if part[0] and small and not deep else []
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _stacks(modules: Mapping[str, nn.Module]) -> list[_Stack]:

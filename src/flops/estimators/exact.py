@@ -54,8 +54,8 @@ class _Backward(Estimation):
         if len(losses) and not losses.requires_grad:
             raise CoverageError(
                 f"group '{selection.name}': the loss does not depend differentiably on "
-                "its parameters (the model detaches, or runs outside torch), so it cannot be "
-                "backpropagated; use LikelihoodRatio, SPSA or ES"
+                "its parameters (the model detaches or runs outside torch, or the loss is a "
+                "reward), so it cannot be backpropagated; use LikelihoodRatio, SPSA or ES"
             )
         whole = torch.zeros(queries.size, dtype=queries.losses.dtype)
         whole[begin:end] = losses.detach().to("cpu", whole.dtype)

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import BatchError
+<<<<<<< HEAD
 from flops.losses import TokenLoss
+=======
+from flops.losses.base import TokenLoss, keeps_logits
+from flops.losses.derive import advice
+>>>>>>> i20-trainer
 
 LossFunction = Callable[[Any, Any], Tensor]
 _NARROW = (torch.float16, torch.bfloat16)
@@ -143,10 +148,11 @@ class Batch:
         count = self.size if rows is None else len(rows)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (count,):
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+            if isinstance(losses, Tensor) and not losses.dim():
+                got = "a mean over the batch"
             raise BatchError(
                 f"the loss function must return one loss per point, a tensor of shape (B,), but "
-                f'returned {got[:80]} for {count} points. Use reduction="none", and average a '
-                "per-token loss over the tokens of each point."
+                f"returned {got[:80]} for {count} points. {advice(model)}"
             )
         if not losses.is_floating_point():
             losses = losses.double()

@@ -33,6 +33,9 @@ def leaves(name: str, module: nn.Module) -> dict[str, nn.Module]:
     if not any(p.requires_grad for p in module.parameters()):
         return {}
     own = any(p.requires_grad for p in module.parameters(recurse=False))
+    lists = [c for c in module.children() if isinstance(c, nn.ParameterList | nn.ParameterDict)]
+    # What lists of parameters hold (IA3 of PEFT) acts in the forward of the module around them.
+    own |= any(p.requires_grad for part in lists for p in part.parameters())
     if own or isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module):
         return {name: module}
     found: dict[str, nn.Module] = {}

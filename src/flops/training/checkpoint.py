@@ -220,6 +220,11 @@ class _File:
         self._file.flush()
 
 
+def save_state(path: Path, state: Any) -> None:
+    """Write a state that `torch.load(weights_only=True)` reads; see `save` for its types."""
+    _save_state(path, _plain(state))
+
+
 def _save_state(path: Path, state: Any) -> None:
     with path.open("wb") as file:
         kept = _File(file)
