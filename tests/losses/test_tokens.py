@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flops import BatchError, Exact, ForwardGradient, Group, LikelihoodRatio
+from flops import BatchError, Exact, ForwardGradient, Group, LikelihoodRatio, MeZO
 from flops.losses import CausalLM, LabelWords, MaskedLM, TokenClassification
 from tests.conftest import flat, gradients
 
@@ -86,6 +86,31 @@ def test_a_choice_of_the_user_is_kept() -> None:
     inputs["logits_to_keep"] = 0  # all of them
     ForwardGradient(net, CausalLM()).inspect(inputs, labels)
     assert set(seen) == {9}
+
+
+def test_no_cache_of_keys_and_values_is_kept() -> None:
+    """It grows the memory of a pass, and a layer that is computed again would extend it twice."""
+    net, (inputs, labels) = model(), batch()
+    del inputs["use_cache"]
+    seen: list[Any] = []
+    net.model.register_forward_hook(lambda *args: seen.append(args[-1].past_key_values))
+    assert net(**inputs).past_key_values is not None
+    seen.clear()
+    ForwardGradient(net, CausalLM()).inspect(inputs, labels)
+    assert seen
+    assert seen.count(None) == len(seen)
+
+
+def test_an_adapter_passes_the_choice_of_logits_on() -> None:
+    peft = pytest.importorskip("peft")
+    net = peft.get_peft_model(model(), peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    inputs, labels = batch()
+    seen: list[int] = []
+    net.get_base_model().lm_head.register_forward_hook(
+        lambda _, args, out: seen.append(out.shape[1])
+    )
+    ForwardGradient(net.eval(), CausalLM(), Group(net, MeZO(), 2)).estimate(inputs, labels)
+    assert set(seen) == {4}
 
 
 def test_a_row_without_labels_is_an_error() -> None:

@@ -1,14 +1,8 @@
 """Automatic groups: three groups of the repeated blocks, separate groups for the other modules.
 
-<<<<<<< HEAD
-Every stack of a model (two towers) gets its own groups. Parameters without a module that could be
+Every stack of a model (two towers) gets its own groups. A small trainable part of a frozen model (a
+prompt encoder, an adapter, a head) is one target. Parameters without a module that could be
 perturbed (a bare scale in the root) are estimated by SPSA with shared draws.
-=======
-A model with several stacks (two towers) gets such groups for each. A small trainable part of a
-frozen model (a prompt encoder, an adapter, a head) is one target, whatever it is made of.
-Parameters that belong to no module that could be perturbed (a bare scale in the root) are estimated
-by SPSA with shared draws.
->>>>>>> i20-trainer
 """
 
 from __future__ import annotations
@@ -85,7 +79,7 @@ def _small_part(modules: Mapping[str, nn.Module]) -> list[_Stack]:
     """The module that holds all that trains, if it is less than half of the model and not deep.
 
     Its output is where a frozen model takes it in, so noise there is in the fewest dimensions. A
-    part with a stack of blocks is deep: its local product would be backpropagation.
+    part with a stack of blocks is deep: its local VJP would be backpropagation.
     """
     name, found = "", next(iter(modules.values()))
     whole, part = found, ("", found)

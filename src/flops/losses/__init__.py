@@ -4,7 +4,7 @@
 that has no derivative.
 """
 
-from flops.losses.base import TokenLoss, keeps_logits
+from flops.losses.base import TokenLoss
 from flops.losses.classes import Classification, MultiLabel, Regression
 from flops.losses.derive import from_model
 from flops.losses.rewards import Reward, reward
@@ -22,6 +22,5 @@ __all__ = [
     "TokenClassification",
     "TokenLoss",
     "from_model",
-    "keeps_logits",
     "reward",
 ]

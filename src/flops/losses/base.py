@@ -50,7 +50,7 @@ def base_model(model: nn.Module) -> nn.Module:
     return found
 
 
-def keeps_logits(model: nn.Module) -> bool:
-    """Whether a model can leave out logits."""
-    parameters = inspect.signature(type(base_model(model)).forward).parameters
-    return "logits_to_keep" in parameters
+def optional_arguments(model: nn.Module) -> set[str]:
+    """Arguments of transformers' models that save computation; peft passes them on."""
+    known = inspect.signature(type(base_model(model)).forward).parameters
+    return {"logits_to_keep", "use_cache"} & set(known)

@@ -5,7 +5,6 @@ A *row* is one pass of one point; a point has one row per query.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import BatchError
-<<<<<<< HEAD
-from flops.losses import TokenLoss
-=======
-from flops.losses.base import TokenLoss, keeps_logits
+from flops.losses.base import TokenLoss, optional_arguments
 from flops.losses.derive import advice
->>>>>>> i20-trainer
 
 LossFunction = Callable[[Any, Any], Tensor]
 _NARROW = (torch.float16, torch.bfloat16)
@@ -180,14 +175,6 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"inputs must be a tensor, a tuple (model(*inputs)) or a dict (model(**inputs)), "
         f"not {type(inputs).__name__}; give a list of objects as (objects,)"
     )
-
-
-def optional_arguments(model: nn.Module) -> set[str]:
-    """Arguments of transformers' models that save computation; peft passes them on."""
-    wrapped: Any = model
-    base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-    known = inspect.signature(type(base).forward).parameters
-    return {"logits_to_keep", "use_cache"} & set(known)
 
 
 def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
