@@ -21,8 +21,9 @@ from flops.training.launch import launched
 
 def _commands(arguments: list[str]) -> Any:
     """All commands; settings of files and presets are defaults that arguments override."""
+    kind, finetuning = finetune.command(arguments)
     return (
-        Annotated[finetune.Finetune, finetune.subcommand(arguments)]
+        Annotated[kind, finetuning]
         | Annotated[align.Align, align.subcommand(arguments)]
         | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
             args=given,
             config=(tyro.conf.OmitSubcommandPrefixes,),
         )
-        if launched() and not isinstance(command, finetune.Finetune | align.Align):
+        if launched() and not isinstance(command, finetune.Command | align.Align):
             raise FlopsError(
                 "torchrun supports `flops finetune` and `flops align` only; start this without it"
             )
