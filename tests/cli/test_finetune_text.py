@@ -100,6 +100,6 @@ def test_evaluations_by_steps(tmp_path: Path) -> None:
     given = [*SMALL, "--method", "bp", *steps, "--evaluate-steps", "3"]
     main(["finetune", *given, "--output", str(tmp_path / "run")])
     found = [line for line in lines(tmp_path / "run") if line["kind"] == "evaluation"]
-    assert [e["step"] for e in found] == [0, 3, 6, 7]
-    assert [e["marks"] for e in found] == [["epoch 0"], ["step 3"], ["step 6"], ["step 7"]]
-    assert [e["test"] is not None for e in found] == [False, False, False, True]
+    assert [e["step"] for e in found] == [3, 6, 7]
+    assert [e["marks"] for e in found] == [["step 3"], ["step 6"], ["step 7"]]
+    assert [e["test"] is not None for e in found] == [False, False, True]

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from flops.cli import align, finetune
-from flops.cli.compare import Compare
+from flops.cli import align, compare, finetune
 from flops.cli.diagnose import Diagnose
 from flops.cli.serve import Serve
 from flops.cli.study import Study
@@ -22,10 +21,11 @@ from flops.training.launch import launched
 def _commands(arguments: list[str]) -> Any:
     """All commands; settings of files and presets are defaults that arguments override."""
     kind, finetuning = finetune.command(arguments)
+    compared, comparing = compare.command(arguments)
     return (
         Annotated[kind, finetuning]
         | Annotated[align.Align, align.subcommand(arguments)]
-        | Annotated[Compare, tyro.conf.subcommand("compare")]
+        | Annotated[compared, comparing]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Study, tyro.conf.subcommand("study")]
         | Annotated[Serve, tyro.conf.subcommand("serve")]

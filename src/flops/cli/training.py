@@ -69,6 +69,20 @@ def chosen_task(arguments: Sequence[str], tasks: Sequence[str]) -> str:
     return str(task)
 
 
+def chosen_preset(
+    arguments: Sequence[str], presets: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Settings of the preset of a command line; empty without one.
+
+    Raises:
+        ConfigError: If there is no preset of this name.
+    """
+    given = _looked_up(arguments)
+    if given is None or given.preset is None:
+        return {}
+    return preset_settings(presets, given.preset)
+
+
 def _looked_up(arguments: Sequence[str]) -> argparse.Namespace | None:
     """Options that decide about the defaults of the others; None if they are not valid."""
     looked = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -69,8 +69,8 @@ class RunConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of new weights, the order of points, and the noise."""
     evaluate_every: PositiveInt | None = 1
-    """Epochs between two evaluations on the validation split; None for none by epochs but the first
-    and the last."""
+    """Epochs between two evaluations on the validation split; None for none by epochs but the
+    last, and none before the first step."""
     evaluate_steps: PositiveInt | None = None
     """Steps between two evaluations on the validation split; None for none by steps."""
     test: bool = False

@@ -124,7 +124,7 @@ class Trainer:
         """
         config, progress, found = self.config, self.progress, []
         if progress.position == 0 and (
-            progress.epoch in (0, config.epochs)
+            progress.epoch == config.epochs
             or (config.evaluate_every is not None and progress.epoch % config.evaluate_every == 0)
         ):
             found.append(epoch_mark(progress.epoch))

@@ -38,12 +38,13 @@ def pairs(folder: Path) -> str:
 
 
 def gpt(folder: Path) -> str:
-    """A model with absolute positions, tied embeddings and no linear layers of torch."""
+    """A model with absolute positions, tied embeddings and linear layers of its own."""
     torch.manual_seed(0)
     tokenizer = load_language().tokenizer
     config = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_embd=16, n_layer=3, n_head=2, n_positions=64
-    )
+        vocab_size=len(tokenizer), n_embd=16, n_layer=3, n_head=2, n_positions=64,
+        bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -177,13 +178,14 @@ def test_a_lora_run_is_saved_as_an_adapter_that_peft_loads(objective: Any, tmp_p
     task.model = peft.PeftModel.from_pretrained(base, str(folder)).eval()
     after = task.measure(task.data.validation, Ranks())[1]
     assert after == pytest.approx(found.evaluations[-1].loss, rel=1e-5)
-    assert abs(after - before) > 0.01
+    assert abs(after - before) > 1e-3
 
 
 def test_a_model_with_absolute_positions_and_tied_words(tmp_path: Path) -> None:
     model = gpt(tmp_path / "gpt")
-    found = train(small(model=model, method="shaped-lr", queries=4, steps=2))
-    assert found.steps == 2
+    for more in ({"train_last": 2}, {"lora": 2}, {"targets": "block"}):
+        found = train(small(model=model, method="shaped-lr", queries=4, steps=2, **more))
+        assert found.evaluations[-1].loss != found.evaluations[0].loss
     task = Text(small(model=model, train_last=2), CPU)
     names = {n for n, p in task.model.named_parameters() if p.requires_grad}
     assert {n.split(".")[2] for n in names if ".h." in n} == {"1", "2"}

@@ -122,16 +122,16 @@ class _Head:
     seed: int
 
     def load(self, transformers: Any, source: str, options: dict[str, Any]) -> Any:
-        kind = transformers.AutoModelForCausalLM
+        AutoModel = transformers.AutoModelForCausalLM
         if self.classes is not None:
-            kind = transformers.AutoModelForSequenceClassification
+            AutoModel = transformers.AutoModelForSequenceClassification
             torch.manual_seed(self.seed)  # `loading` restores the state
             options["ignore_mismatched_sizes"] = True
             if "config" in options:
                 options["config"].num_labels = self.classes
             else:
                 options["num_labels"] = self.classes
-        model, report = kind.from_pretrained(
+        model, report = AutoModel.from_pretrained(
             source,
             trust_remote_code=False,
             use_safetensors=True,  # the other format is pickle, which can run code

@@ -148,19 +148,21 @@ def _with_adapters(
     """Put LoRA adapters into the layers, in place; returns the wrapper that saves them."""
     peft = require("peft", "llm")
     chosen = layers if last is None else layers[-last:]
-    names = [
-        f"{prefix}.{name}"
+    conv1d = require("transformers.pytorch_utils", "llm").Conv1D  # GPT-2's, with W^T stored
+    found = {
+        f"{prefix}.{name}": module
         for prefix, layer in chosen
         for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    if not names:
+        if isinstance(module, nn.Linear | conv1d)
+    }
+    if not found:
         raise ValueError("the layers of the model have no linear modules for LoRA")
     head = type(model).__name__.endswith("ForSequenceClassification")
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
-        target_modules=names,
+        target_modules=list(found),
+        fan_in_fan_out=any(isinstance(module, conv1d) for module in found.values()),
         lora_dropout=0.0,  # the forward pass must not be random
         bias="none",
         task_type="SEQ_CLS" if head else "CAUSAL_LM",

@@ -223,9 +223,8 @@ class Text:
             yield split.labels.numpy().tobytes()
             yield torch.tensor([t for row in split.tokens for t in [*row, -1]]).numpy().tobytes()
 
-    def pixels(self, rows: Tensor) -> Tensor:
+    def pixels(self, rows: Tensor) -> None:
         """Texts have no images."""
-        return torch.ones(len(rows), 1, 1, 1)
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
         """Write model/, with its tokenizer: a PEFT adapter, or a model of `transformers`."""
