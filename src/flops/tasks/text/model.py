@@ -49,6 +49,8 @@ class TextModel:
         last: int | None = None,
         seed: int = 0,
     ) -> None:
+        if lora is not None:
+            require("peft", "llm")  # before a large model is loaded
         count = None if classes is None else len(classes)
         self.language: Language = load_language(name, classes=count, seed=seed)
         model: Any = self.language.model
