@@ -28,8 +28,8 @@ TEXT = TextConfig()
 # Of those that there are; DeepZero prunes every matrix first, n-spsa and ops-spsa are of images.
 WANTED = ("bp", "bp+lora", "mezo", "fzoo", "lozo", "lr", "ops-lr", "shaped-lr", "shaped-lr+lora")
 TEXT_METHODS = (ZERO_SHOT, *(m for m in WANTED if m.partition("+")[0] in METHODS))
-# SmolLM2 takes 0.05 s per sentence and pass on one core: the last layers alone, a small batch, a
-# short sweep at one sigma, and 100 steps are what fits into a few hours on two.
+# Meant for a few hours on two cores: the last layers alone, a small batch, a short sweep at one
+# sigma, 100 steps.
 TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "smollm2": {
@@ -146,7 +146,7 @@ class CompareText:
 
     $ flops compare --task text --seeds 1 --steps 20
     $ flops compare --task text --methods zero-shot bp mezo mezo+all shaped-lr+lora
-    $ flops compare --task text --preset smollm2  # after make real-models; hours on two cores
+    $ flops compare --task text --preset smollm2  # after make real-models
     $ flops compare --task text --data reviews.jsonl --model path/to/model --train-last 8
     """
 
