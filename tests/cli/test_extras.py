@@ -18,6 +18,8 @@ CASES = [
     ("PIL", "vision", "finetune --data photos"),
     ("datasets", "data", "finetune --data owner/name"),
     ("gguf", "llm", "align --language model.gguf"),
+    ("transformers", "llm", "finetune --task text"),
+    ("peft", "llm", "finetune --task text --lora 2"),
     ("transformers", "blackbox", "serve --port 0"),
     ("fastapi", "blackbox", "serve --port 0"),
     ("prometheus_client", "blackbox", "serve --port 0"),

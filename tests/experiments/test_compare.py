@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flops.cli.main import main
-from flops.experiments.compare import cost_of_epochs
+from flops.experiments.compare import cost_of_length
 from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure
 from flops.experiments.compare_sweep import SWEEP_SEED, Chosen, Tried, sweep
 from flops.experiments.compare_tables import differences, sentence, sweep_table, table
@@ -272,7 +272,7 @@ def test_the_budget_is_what_the_epochs_cost_also_after_a_dear_first_step(
     study = MethodComparison(
         (method,), 1, 2, None, (1e-3,), (1e-3,), 1, base, tmp_path, 0, Console(quiet=True)
     )
-    cost = cost_of_epochs(study, method)
+    cost = cost_of_length(study, method)
     found = measure(study.run(method, 1e-3, 1e-3, budget=cost))
     spent = found["at_epochs"]["forward_equivalents"]
     assert spent <= cost <= 1.05 * spent

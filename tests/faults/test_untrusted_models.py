@@ -23,6 +23,7 @@ from flops.tasks.models.vit import image_format, load_model
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "src" / "flops" / "tasks" / "assets"
 AUTO = ("AutoConfig", "AutoModel", "AutoModelForImageClassification", "AutoModelForCausalLM")
+AUTO += ("AutoModelForSequenceClassification",)
 SHORT = ["--limit", "24", "--epochs", "1", "--method", "bp"]
 ONE_SETTING = ["--seeds", "1", "--workers", "0", "--learning-rates", "1e-3", "--sigmas", "1e-3"]
 COMMANDS = {
@@ -33,6 +34,11 @@ COMMANDS = {
     ),
     "encoder": ("tiny-vit", ["align", *SHORT, "--encoder"]),
     "language": ("tiny-llama", ["align", *SHORT, "--language"]),
+    "text": ("tiny-llama", ["finetune", "--task", "text", *SHORT, "--model"]),
+    "head": (
+        "tiny-llama",
+        ["finetune", "--task", "text", "--objective", "head", *SHORT, "--model"],
+    ),
     "serve": ("tiny-clip", ["serve", "--port", "0", "--classes", "a,b", "--model"]),
 }
 
@@ -69,7 +75,7 @@ def hostile(asset: str, folder: Path, kind: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("command", "kind"),
     [(command, kind) for command in COMMANDS for kind in ("unknown", "known")]
-    + [("language", "tokenizer"), ("serve", "tokenizer")],
+    + [("language", "tokenizer"), ("text", "tokenizer"), ("serve", "tokenizer")],
 )
 def test_code_in_a_model_folder_is_never_run(
     command: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +241,7 @@ FAULTS += (deep, odd_sizes, no_heads)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("command", ["finetune", "encoder", "language"])
+@pytest.mark.parametrize("command", ["finetune", "encoder", "language", "head"])
 def test_broken_files_of_a_model_are_said_in_a_sentence(
     command: str, fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

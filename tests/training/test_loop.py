@@ -58,7 +58,7 @@ def test_a_config_survives_json() -> None:
         ({"sigma": 0.1}, "sigma must be a list, or None, not 0.1"),
         ({"method": "sgd"}, "method must be bp, mezo, .* or shaped-lr, not 'sgd'"),
         ({"epochs": 0}, "epochs must be greater than 0, or None, not 0"),
-        ({"epochs": None}, "set epochs or budget"),
+        ({"epochs": None}, "set epochs, budget or steps"),
         ({"learning_rate": float("nan")}, "learning_rate must be a finite number, not nan"),
         ({"marks": [0]}, "marks must be greater than 0"),
         ({"sigma": [1e-3, 1e-3]}, r"one value or one per stage \(3\)"),

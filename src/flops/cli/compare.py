@@ -1,21 +1,52 @@
-"""`flops compare`: the tables of the paper's section 5.1, for any model and data."""
+"""`flops compare`: the tables of the paper's section 5.1, for any model and data; and for texts."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import tyro
 from rich.console import Console
 
+from flops.cli.training import chosen_preset, chosen_task
 from flops.errors import FlopsError
 from flops.estimators.likelihood_ratio import Targets
 from flops.experiments import compare
+from flops.experiments.compare_methods import ZERO_SHOT
 from flops.experiments.compare_runs import MethodComparison
 from flops.tasks.classification.config import FinetuneConfig
 from flops.tasks.models.vit import Head
+from flops.tasks.text import TextConfig
+from flops.tasks.text.config import Objective, TextPreset
 from flops.training.methods import METHODS, MethodName
 
 DEFAULTS = FinetuneConfig()
+TEXT = TextConfig()
+# Of those that there are; DeepZero prunes every matrix first, n-spsa and ops-spsa are of images.
+WANTED = ("bp", "bp+lora", "mezo", "fzoo", "lozo", "lr", "ops-lr", "shaped-lr", "shaped-lr+lora")
+TEXT_METHODS = (ZERO_SHOT, *(m for m in WANTED if m.partition("+")[0] in METHODS))
+# Meant for a few hours on two cores: the last layers alone, a small batch, a short sweep at one
+# sigma, 100 steps.
+TEXT_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "smollm2": {
+        "model": "smollm2",
+        "data": "sentences",
+        "steps": 100,
+        "sweep_steps": 25,
+        "seeds": 3,
+        "learning_rates": (1e-5, 1e-4, 1e-3),
+        "sigmas": (1e-3,),
+        "batch": 16,
+        "queries": 8.0,
+        "train_last": 8,
+        "max_tokens": 32,
+        "output": Path("runs/compare-smollm2"),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -24,15 +55,19 @@ class Compare:
 
     Every method's learning rate and sigma are chosen by the same small sweep on the validation
     split; pass one of each to skip the sweep. Each run is saved when it completes, and the same
-    command resumes the comparison. Writes tables.md, results.json and accuracy.png.
+    command resumes the comparison. Writes tables.md, results.json and accuracy.png. With --task
+    text, language models are compared: see flops compare --task text --help.
 
     For example:
 
     $ flops compare --methods bp lr ops-lr shaped-lr --seeds 1 --epochs 3
     $ flops compare --methods lr ops-lr --learning-rates 1e-3 --sigmas 1e-3
     $ flops compare --data path/to/images --model google/vit-base-patch16-224 --seeds 3
+    $ flops compare --task text --preset smollm2  # after make real-models
     """
 
+    task: Literal["image", "text"] = "image"
+    """What is trained: image classifiers, or language models."""
     methods: tuple[MethodName, ...] = METHODS
     """Methods, in the order of the tables."""
     seeds: int = 5
@@ -69,10 +104,7 @@ class Compare:
 
     def run(self) -> None:
         """Measure, print and write."""
-        if not (self.learning_rates and self.sigmas):
-            raise FlopsError("pass at least one of --learning-rates and of --sigmas")
-        if min(self.seeds, self.epochs, self.sweep_epochs) < 1 or self.workers < 0:
-            raise FlopsError("seeds, epochs, sweep-epochs must be at least 1, workers at least 0")
+        _check(self, "epochs", "sweep_epochs")
         base = FinetuneConfig(
             model=self.model,
             head=self.head,
@@ -98,3 +130,141 @@ class Compare:
                 Console(),
             )
         )
+
+
+@dataclass(frozen=True)
+class CompareText:
+    """Compare methods on texts: accuracy at equal cost, and accuracy and cost at equal steps.
+
+    A method with +lora trains adapters, with +last4 the last four layers, with +all everything;
+    else what --train-last says. zero-shot is the unmodified model. Every method's learning rate and
+    sigma are chosen by the same small sweep on the validation split; pass one of each to skip the
+    sweep. Each run is saved when it completes, and the same command resumes the comparison. Writes
+    tables.md, results.json and accuracy.png. Without --task text: images, see flops compare --help.
+
+    For example:
+
+    $ flops compare --task text --seeds 1 --steps 20
+    $ flops compare --task text --methods zero-shot bp mezo mezo+all shaped-lr+lora
+    $ flops compare --task text --preset smollm2  # after make real-models
+    $ flops compare --task text --data reviews.jsonl --model path/to/model --train-last 8
+    """
+
+    task: Literal["image", "text"] = "text"
+    """What is trained: image classifiers, or language models."""
+    preset: TextPreset | None = None
+    """Preset of settings: tiny, or SmolLM2-135M on the sentences. Other options override it."""
+    methods: tuple[str, ...] = TEXT_METHODS
+    """Methods, in the order of the tables."""
+    seeds: int = 3
+    """Number of reported seeds per method."""
+    steps: int = 40
+    """Steps of table (b)."""
+    budget: float | None = None
+    """Forward equivalents of table (a); None for the cost of the steps with the most expensive
+    forward method."""
+    learning_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
+    """Learning rates of the sweep."""
+    sigmas: tuple[float, ...] = (1e-2, 1e-3)
+    """Noise scales of the sweep."""
+    sweep_steps: int = 10
+    """Length of a run of the sweep, in steps of the most expensive method."""
+    model: str = TEXT.model
+    """The bundled tiny Llama, smollm2 (after make real-models), a GGUF file, a folder, or a model
+    id of the hub."""
+    data: str = TEXT.data
+    """The embedded garments, sentences (after make real-models), a .jsonl file, a folder with a
+    .jsonl file per split, parquet files, or a data set id of the hub."""
+    objective: Objective | None = None
+    """As of flops finetune --task text."""
+    template: str | None = None
+    """Prompt around the text, such as "{text} It was"; None for that of the data."""
+    words: tuple[str, ...] = ()
+    """Label words, such as "negative= terrible" "positive= great"."""
+    max_tokens: int = TEXT.max_tokens
+    """Longest text in tokens, prompt included; the left of a longer one is cut."""
+    lora: int = 8
+    """Rank of the adapters of methods with +lora."""
+    train_last: int | None = None
+    """Layers to train, the last ones; None for all, with the embeddings."""
+    stages: int | None = TEXT.stages
+    """Number of groups of layers; None for the method's default."""
+    queries: float = 10.0
+    """Mean queries per point and group."""
+    batch: int = TEXT.batch
+    """Batch size."""
+    targets: Targets | None = None
+    """What likelihood ratio methods perturb; None for the default of each."""
+    chunk: int | None = None
+    """Largest number of rows per pass of queries; None for a default."""
+    limit: int | None = None
+    """Largest number of points per split, for quick runs."""
+    workers: int = 2
+    """Processes, with one thread each; 0 runs in this process."""
+    output: Path = Path("runs/compare-text")
+    """Folder of results, tables and plot."""
+
+    def run(self) -> None:
+        """Measure, print and write."""
+        _check(self, "steps", "sweep_steps", "lora")
+        base = TextConfig(
+            model=self.model,
+            data=self.data,
+            objective=self.objective,
+            template=self.template,
+            words=self.words,
+            max_tokens=self.max_tokens,
+            train_last=self.train_last,
+            stages=self.stages,
+            queries=self.queries,
+            batch=self.batch,
+            targets=self.targets,
+            chunk=self.chunk,
+            limit=self.limit,
+            budget=self.budget,
+        )
+        compare.main(
+            MethodComparison(
+                self.methods,
+                self.seeds,
+                self.steps,
+                self.budget,
+                self.learning_rates,
+                self.sigmas,
+                self.sweep_steps,
+                base,
+                self.output,
+                self.workers,
+                Console(),
+                self.lora,
+            )
+        )
+
+
+Command = Compare | CompareText
+COMMANDS: Mapping[str, type[Command]] = {"image": Compare, "text": CompareText}
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Command], Any]:
+    """The command's type for tyro, by task, with the defaults of its preset.
+
+    Raises:
+        ConfigError: If there is no such task or preset.
+    """
+    if not arguments or arguments[0] != "compare":
+        return Compare, tyro.conf.subcommand("compare")
+    kind = COMMANDS[chosen_task(arguments[1:], tuple(COMMANDS))]
+    if kind is Compare:
+        return Compare, tyro.conf.subcommand("compare")
+    default = dataclasses.replace(CompareText(), **chosen_preset(arguments[1:], TEXT_PRESETS))
+    return CompareText, tyro.conf.subcommand("compare", default=default)
+
+
+def _check(given: Command, *lengths: str) -> None:
+    """Check numbers before anything is loaded."""
+    if not (given.learning_rates and given.sigmas):
+        raise FlopsError("pass at least one of --learning-rates and of --sigmas")
+    numbers = [getattr(given, name) for name in ("seeds", *lengths)]
+    if min(numbers) < 1 or given.workers < 0:
+        names = ", ".join(name.replace("_", "-") for name in ("seeds", *lengths))
+        raise FlopsError(f"{names} must be at least 1, workers at least 0")

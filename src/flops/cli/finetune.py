@@ -1,41 +1,36 @@
-"""`flops finetune`: train an image classifier with forward passes, into a run directory."""
+"""`flops finetune`: train a model with forward passes, into a run directory.
+
+The task (`--task`, of the configuration file, or of the run to resume) decides which settings there
+are, before the command line is parsed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from flops.cli.training import given_settings, print_settings, resumed, run_training
+from flops.cli.training import (
+    chosen_task,
+    given_settings,
+    print_settings,
+    resumed,
+    run_training,
+)
 from flops.tasks.classification.config import PRESETS, FinetuneConfig, FinetunePreset
+from flops.tasks.text import TextConfig
+from flops.tasks.text.config import PRESETS as TEXT_PRESETS
+from flops.tasks.text.config import TextPreset
+from flops.training.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Finetune:
-    """Fine-tune an image classifier with forward passes only.
+class _Finetune:
+    """Options of both tasks besides their settings."""
 
-    Without options: the bundled vision transformer on handwritten digits with shaped-lr, in a few
-    minutes and without a download. The run directory holds settings, metrics, checkpoints, plots
-    and the trained model. A run that was interrupted in any way continues with the resume option.
-
-    For example:
-
-    $ flops finetune
-    $ flops finetune --method ops-lr --epochs 4 --output runs/ops
-    $ flops finetune --resume runs/ops
-    $ flops finetune --data photos --model google/vit-base-patch16-224-in21k --preset vit-base
-    $ flops finetune --epochs None --budget 200000  # stop by cost
-    $ flops finetune --print-config > run.json  # all settings, for editing
-    $ flops finetune --config run.json --seed 1
-    $ torchrun --nproc-per-node 2 -m flops finetune  # two processes share the queries
-    """
-
-    preset: FinetunePreset | None = None
-    """Preset of settings: those of the paper for ViT-base and ViT-large, or tiny. The configuration
-    file and other options override it."""
     config: Path | None = None
     """File with settings, .json or .toml; names are those of the options, with _ for -."""
     resume: Path | None = None
@@ -46,26 +41,97 @@ class Finetune:
     """Checkpoint to resume from: the last intact one, or the one before it."""
     print_config: bool = False
     """Print all settings as JSON and stop."""
-    settings: tyro.conf.OmitArgPrefixes[FinetuneConfig] = field(default_factory=FinetuneConfig)
 
-    @classmethod
-    def defaults(cls, arguments: Sequence[str]) -> Finetune:
-        """Defaults from preset and file; raises as `given_settings`."""
-        return cls(settings=given_settings(arguments, FinetuneConfig(), PRESETS))
-
-    def run(self) -> None:
+    def train(self, settings: RunConfig, preset: str | None) -> None:
         """Train, and print the folder of the results."""
         if self.print_config:
-            print_settings(self.settings)
+            print_settings(settings)
             return
-        settings = self.settings
         if self.resume is not None:
-            settings = resumed(settings, self.resume, (self.config, self.preset))
+            settings = resumed(settings, self.resume, (self.config, preset))
         run_training(settings, "finetune", self.resume is not None, self.checkpoint)
 
 
-def subcommand(arguments: Sequence[str]) -> Any:
-    """The command's type for tyro, with defaults from the preset and file in the arguments."""
-    wanted = len(arguments) > 0 and arguments[0] == "finetune"
-    default = Finetune.defaults(arguments[1:]) if wanted else Finetune()
-    return tyro.conf.subcommand("finetune", default=default)
+@dataclass(frozen=True)
+class Finetune(_Finetune):
+    """Fine-tune an image classifier, or a language model (--task text), with forward passes only.
+
+    Without options: the bundled vision transformer on handwritten digits with shaped-lr, in a few
+    minutes and without a download. The run directory holds settings, metrics, checkpoints, plots
+    and the trained model. A run that was interrupted in any way continues with the resume option.
+    With --task text other options apply: see flops finetune --task text --help.
+
+    For example:
+
+    $ flops finetune
+    $ flops finetune --method ops-lr --epochs 4 --output runs/ops
+    $ flops finetune --resume runs/ops
+    $ flops finetune --data photos --model google/vit-base-patch16-224-in21k --preset vit-base
+    $ flops finetune --epochs None --budget 200000  # stop by cost
+    $ flops finetune --print-config > run.json  # all settings, for editing
+    $ flops finetune --config run.json --seed 1
+    $ flops finetune --task text  # a language model on labelled texts
+    $ torchrun --nproc-per-node 2 -m flops finetune  # two processes share the queries
+    """
+
+    preset: FinetunePreset | None = None
+    """Preset of settings: those of the paper for ViT-base and ViT-large, or tiny. The configuration
+    file and other options override it."""
+    settings: tyro.conf.OmitArgPrefixes[FinetuneConfig] = field(default_factory=FinetuneConfig)
+
+    def run(self) -> None:
+        """Train, and print the folder of the results."""
+        self.train(self.settings, self.preset)
+
+
+@dataclass(frozen=True)
+class FinetuneText(_Finetune):
+    """Fine-tune a language model on texts with forward passes only.
+
+    Without other options: the bundled tiny Llama learns to tell captions of garments from others,
+    in less than a minute and without a download. Texts are classified by label words after a prompt
+    (the default), or by a new head; with rows of prompt and completion, the model learns to
+    complete. The run directory holds settings, metrics, checkpoints, plots, and the trained model
+    or PEFT adapter with its tokenizer. Without --task text: image classification, see flops
+    finetune --help.
+
+    For example:
+
+    $ flops finetune --task text
+    $ flops finetune --task text --data reviews.jsonl --model path/to/model --train-last 8
+    $ flops finetune --task text --data reviews.jsonl --words "bad= terrible" "good= great"
+    $ flops finetune --task text --data pairs.jsonl --lora 8  # prompts with completions
+    $ flops finetune --task text --data owner/name --columns text=sentence --objective head
+    $ flops finetune --task text --preset smollm2  # after make real-models
+    $ flops finetune --resume runs/garments-shaped-lr-seed0
+    """
+
+    preset: TextPreset | None = None
+    """Preset of settings: tiny, or SmolLM2-135M on the sentences. The configuration file and other
+    options override it."""
+    settings: tyro.conf.OmitArgPrefixes[TextConfig] = field(default_factory=TextConfig)
+
+    def run(self) -> None:
+        """Train, and print the folder of the results."""
+        self.train(self.settings, self.preset)
+
+
+Command = Finetune | FinetuneText
+COMMANDS: Mapping[str, type[Command]] = {"image": Finetune, "text": FinetuneText}
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Command], Any]:
+    """The command's type for tyro, by task, with defaults from its preset and file.
+
+    Raises:
+        ConfigError: If the file, the preset or the run to resume is invalid.
+    """
+    if not arguments or arguments[0] != "finetune":
+        return Finetune, tyro.conf.subcommand("finetune", default=Finetune())
+    task = chosen_task(arguments[1:], tuple(COMMANDS))
+    default: Command
+    if task == "text":
+        default = FinetuneText(settings=given_settings(arguments[1:], TextConfig(), TEXT_PRESETS))
+    else:
+        default = Finetune(settings=given_settings(arguments[1:], FinetuneConfig(), PRESETS))
+    return type(default), tyro.conf.subcommand("finetune", default=default)

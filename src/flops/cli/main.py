@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from flops.cli import align, finetune
-from flops.cli.compare import Compare
+from flops.cli import align, compare, finetune
 from flops.cli.diagnose import Diagnose
 from flops.cli.serve import Serve
 from flops.cli.study import Study
@@ -21,10 +20,12 @@ from flops.training.launch import launched
 
 def _commands(arguments: list[str]) -> Any:
     """All commands; settings of files and presets are defaults that arguments override."""
+    kind, finetuning = finetune.command(arguments)
+    compared, comparing = compare.command(arguments)
     return (
-        Annotated[finetune.Finetune, finetune.subcommand(arguments)]
+        Annotated[kind, finetuning]
         | Annotated[align.Align, align.subcommand(arguments)]
-        | Annotated[Compare, tyro.conf.subcommand("compare")]
+        | Annotated[compared, comparing]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Study, tyro.conf.subcommand("study")]
         | Annotated[Serve, tyro.conf.subcommand("serve")]
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
             args=given,
             config=(tyro.conf.OmitSubcommandPrefixes,),
         )
-        if launched() and not isinstance(command, finetune.Finetune | align.Align):
+        if launched() and not isinstance(command, finetune.Command | align.Align):
             raise FlopsError(
                 "torchrun supports `flops finetune` and `flops align` only; start this without it"
             )

@@ -16,7 +16,7 @@ from rich.console import Console
 from flops.training.config import ConfigError, RunConfig, Settings, preset_settings, read_file
 from flops.training.console import closing, display_for
 from flops.training.loop import train
-from flops.training.run_directory import is_run, new_folder, read_settings
+from flops.training.run_directory import check_run, is_run, new_folder, read_settings
 
 
 def given_settings(
@@ -32,16 +32,9 @@ def given_settings(
     Raises:
         ConfigError: If the file or the preset is invalid.
     """
-    looked = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--preset", "--config", "--resume"):
-        looked.add_argument(name)
-    try:
-        given, _ = looked.parse_known_args(list(arguments))
-    except argparse.ArgumentError:  # tyro reports it
+    given = _looked_up(arguments)
+    if given is None:
         return defaults
-    for name, value in vars(given).items():
-        if value == "None":  # the documented spelling of None
-            setattr(given, name, None)
     if given.resume is not None:
         return read_settings(Path(given.resume), type(defaults))
     values = read_file(Path(given.config)) if given.config is not None else {}
@@ -49,6 +42,60 @@ def given_settings(
     values = {name: value for name, value in values.items() if name != "preset"}
     base = {} if chosen is None else preset_settings(presets, chosen)
     return defaults.replace(**{**base, **values})
+
+
+def chosen_task(arguments: Sequence[str], tasks: Sequence[str]) -> str:
+    """The task of a command line: as given, else of the run to resume or the file, else the first.
+
+    Args:
+        arguments: Command line.
+        tasks: All tasks.
+
+    Raises:
+        ConfigError: If there is no such task, or the file is invalid.
+    """
+    given = _looked_up(arguments)
+    if given is None:  # tyro reports it
+        return tasks[0]
+    task: Any = given.task
+    if task is None:
+        file = Path(given.config) if given.config is not None else None
+        if given.resume is not None:
+            check_run(Path(given.resume))
+            file = Path(given.resume) / "config.json"
+        task = tasks[0] if file is None else read_file(file).get("task", tasks[0])
+    if task not in tasks:
+        raise ConfigError(f"task must be {' or '.join(tasks)}, not '{task}'")
+    return str(task)
+
+
+def chosen_preset(
+    arguments: Sequence[str], presets: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Settings of the preset of a command line; empty without one.
+
+    Raises:
+        ConfigError: If there is no preset of this name.
+    """
+    given = _looked_up(arguments)
+    if given is None or given.preset is None:
+        return {}
+    return preset_settings(presets, given.preset)
+
+
+def _looked_up(arguments: Sequence[str]) -> argparse.Namespace | None:
+    """Options that decide about the defaults of the others; None if they are not valid."""
+    looked = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--task", "--preset", "--config", "--resume"):
+        looked.add_argument(name)
+    try:
+        given, _ = looked.parse_known_args(list(arguments))
+    except argparse.ArgumentError:
+        return None
+    for name, value in vars(given).items():
+        if value == "None":  # the documented spelling of None
+            setattr(given, name, None)
+    return given
 
 
 def resumed(settings: Settings, folder: Path, apart: Sequence[Any]) -> Settings:

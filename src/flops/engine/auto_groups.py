@@ -8,7 +8,7 @@ perturbed (a bare scale in the root) are estimated by SPSA with shared draws.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def automatic_groups(
     modules: Mapping[str, nn.Module],
     estimator: Estimator,
     queries: float = 20,
-    parts: int = PARTS,
+    parts: int | Sequence[float] = PARTS,
 ) -> list[Group]:
     """Groups for any model: see the module's docstring.
 
@@ -40,7 +40,7 @@ def automatic_groups(
         modules: All modules by name, the root under the empty name.
         estimator: Estimator of every group of modules.
         queries: Mean queries per point and group.
-        parts: Groups per stack of blocks.
+        parts: Groups per stack of blocks; or where each ends, as a share of the stack, up to 1.
     """
     if not any(_trains(module) for module in modules.values()):
         raise CoverageError("the model has no trainable parameters: nothing requires a gradient")
@@ -164,10 +164,13 @@ def _rest(
     return rest, list(loose)
 
 
-def _cut(blocks: tuple[str, ...], parts: int) -> list[list[str]]:
-    parts = min(parts, len(blocks))
-    edges = [len(blocks) * i // parts for i in range(parts + 1)]
-    return [list(blocks[a:b]) for a, b in pairwise(edges)]
+def _cut(blocks: tuple[str, ...], parts: int | Sequence[float]) -> list[list[str]]:
+    if isinstance(parts, int):
+        parts = min(parts, len(blocks))
+        edges = [len(blocks) * i // parts for i in range(parts + 1)]
+    else:
+        edges = [0, *(round(end * len(blocks)) for end in parts)]
+    return [list(blocks[a:b]) for a, b in pairwise(edges) if a < b]
 
 
 def _shared_parts(left: str, right: str) -> int:

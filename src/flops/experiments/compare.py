@@ -1,4 +1,4 @@
-"""Comparison of methods on one task, at equal cost and at equal epochs.
+"""Comparison of methods on one task, at equal cost and at equal epochs, or steps for texts.
 
 One run of a method gives both: it continues until the epochs are complete *and* the budget of
 forward equivalents is used up, and is evaluated at both marks. The budget is the cost of the epochs
@@ -15,13 +15,13 @@ import json
 
 from flops.errors import FlopsError
 from flops.experiments.cells import Cell, Result, run_cells
+from flops.experiments.compare_methods import variant
 from flops.experiments.compare_runs import MethodComparison, measure
 from flops.experiments.compare_sweep import Chosen, sweep
 from flops.experiments.compare_tables import differences, plot, sentence, sweep_table, table
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write
-from flops.training.methods import MethodName
 from flops.training.trainer import Trainer
 
 
@@ -44,17 +44,17 @@ def main(study: MethodComparison) -> None:
     )
     titles = {
         "at_budget": f"(a) Equal cost: {study.budget:,.0f} forward equivalents, {spread}",
-        "at_epochs": f"(b) Equal epochs: {study.epochs}, {spread}",
+        study.at_length: f"(b) Equal {study.unit}: {study.length}, {spread}",
     }
     sheets: list[Sheet | None] = [
-        *(table(results, mark, title, cost, targets) for mark, title in titles.items()),
-        differences(results),
-        sweep_table(chosen),
+        *(table(results, mark, title, cost, targets, study.unit) for mark, title in titles.items()),
+        differences(results, study.at_length),
+        sweep_table(chosen, study.unit),
     ]
-    seen = sentence(results, study.epochs)
+    seen = sentence(results, study.length, study.unit)
     written = [sheet.markdown() for sheet in sheets if sheet is not None]
     kept = {
-        "epochs": study.epochs,
+        study.unit: study.length,
         "budget": study.budget,
         "chosen": {m: dataclasses.asdict(c) for m, c in chosen.items()},
         "results": results,
@@ -77,7 +77,7 @@ def main(study: MethodComparison) -> None:
 
 def compare(
     study: MethodComparison,
-) -> tuple[MethodComparison, dict[MethodName, Chosen], dict[MethodName, list[Result]]]:
+) -> tuple[MethodComparison, dict[str, Chosen], dict[str, list[Result]]]:
     """Sweep, then run every method with every seed; completed runs are loaded.
 
     Returns:
@@ -88,11 +88,14 @@ def compare(
     """
     if not study.methods or len(set(study.methods)) != len(study.methods):
         raise FlopsError(f"need different methods to compare, not {list(study.methods)}")
+    kinds = {method: variant(method) for method in study.methods}
     for rate, sigma in itertools.product(study.learning_rates, study.sigmas):
         study.run("lr", rate, sigma).config()  # raises for invalid values before anything is run
     if study.budget is None:
-        forward = [m for m in study.methods if m != "bp"] or study.methods
-        budget = float(round(max(cost_of_epochs(study, method) for method in forward)))
+        trained = [m for m in study.methods if kinds[m].name is not None]
+        forward = [m for m in trained if kinds[m].forward] or trained
+        costs = [cost_of_length(study, method) for method in forward]
+        budget = float(round(max(costs, default=1.0)))
         study = dataclasses.replace(study, budget=budget)
     chosen = {method: sweep(study, method) for method in study.methods}
     cells = {method: _cells(study, method, c) for method, c in chosen.items()}
@@ -103,12 +106,12 @@ def compare(
     return study, chosen, results
 
 
-def _cells(study: MethodComparison, method: MethodName, chosen: Chosen) -> list[tuple[Cell, Cell]]:
+def _cells(study: MethodComparison, method: str, chosen: Chosen) -> list[tuple[Cell, Cell]]:
     """For every seed the runs for equal cost and equal epochs, often the same."""
     found = []
     for seed in range(study.seeds):
-        cost = study.run(method, chosen.learning_rate, chosen.sigma, seed=seed, test=True)
-        epochs = study.run(method, chosen.epochs_rate, chosen.epochs_sigma, seed=seed, test=True)
+        cost = study.reported(method, chosen.learning_rate, chosen.sigma, seed)
+        epochs = study.reported(method, chosen.epochs_rate, chosen.epochs_sigma, seed)
         if epochs != cost:
             epochs = dataclasses.replace(epochs, budget=None)  # stops after the epochs
         found.append((Cell("runs", measure, cost), Cell("runs", measure, epochs)))
@@ -120,16 +123,20 @@ def _both(study: MethodComparison, cost: Cell, epochs: Cell) -> Result:
     found, other = cost.load(study.folder), epochs.load(study.folder)
     assert found is not None
     assert other is not None
-    return {**found, "at_epochs": other["at_epochs"]}
+    return {**found, study.at_length: other[study.at_length]}
 
 
-def cost_of_epochs(study: MethodComparison, method: MethodName) -> float:
-    """Forward equivalents of the epochs, from the second of two steps: the first may cost more."""
+def cost_of_length(study: MethodComparison, method: str) -> float:
+    """Forward equivalents of the epochs or steps, from two steps, of which the first may cost more.
+
+    One percent is added.
+    """
     still = 1e-9  # a learning rate too small to diverge
     trainer = Trainer(study.run(method, still, study.sigmas[-1]).config())
     trainer.step()
     before = trainer.progress.spent  # includes tracing and pruning
-    points = trainer.points * study.epochs - study.base.batch
+    each = trainer.points if study.unit == "epochs" else study.base.batch
+    points = each * study.length - study.base.batch
     trainer.step()
     assert trainer.progress.per_point is not None
     return 1.01 * (before + trainer.progress.per_point * max(0, points))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flops.experiments.cells import Cell, run_cells
+from flops.experiments.compare_methods import variant
 from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure_sweep_run
-from flops.training.methods import WITHOUT_SIGMA, MethodName
 
 MARGIN = 0.25  # of accuracy after a short run: differences of +10 points have become -20
 SWEEP_SEED = 1000  # never among the reported seeds
@@ -21,7 +21,7 @@ SWEEP_SEED = 1000  # never among the reported seeds
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting and its validation accuracy at equal cost and at equal epochs.
+    """A setting and its validation accuracy at equal cost and at equal epochs (or steps).
 
     None if the run was too short or diverged.
     """
@@ -43,8 +43,8 @@ class Chosen:
 
     Attributes:
         learning_rate: The best at equal cost, with `sigma`.
-        epochs_rate: The best at equal epochs, with `epochs_sigma`. A method with many more steps
-            at equal cost needs another rate there.
+        epochs_rate: The best at equal epochs (or steps), with `epochs_sigma`. A method with many
+            more steps at equal cost needs another rate there.
         tried: Results of all short runs.
         finals: Results of the full runs.
     """
@@ -59,7 +59,7 @@ class Chosen:
 
 def try_settings(
     study: MethodComparison,
-    method: MethodName,
+    method: str,
     part: str,
     runs: Mapping[tuple[float, float], ComparisonRun],
 ) -> tuple[Tried, ...]:
@@ -67,14 +67,15 @@ def try_settings(
     cells = [Cell(part, measure_sweep_run, run) for run in runs.values()]
     found = run_cells(cells, study.folder, study.workers, study.console, f"{part} {method}")
     scores = [
-        [one.get(mark, {}).get("accuracy") for mark in ("at_budget", "at_epochs")] for one in found
+        [one.get(mark, {}).get("accuracy") for mark in ("at_budget", study.at_length)]
+        for one in found
     ]
     return tuple(Tried(*pair, *score) for pair, score in zip(runs, scores, strict=True))
 
 
 def sweep(
     study: MethodComparison,
-    method: MethodName,
+    method: str,
     tries: Callable[..., tuple[Tried, ...]] = try_settings,
 ) -> Chosen:
     """Choose the best setting.
@@ -84,14 +85,16 @@ def sweep(
         method: The method.
         tries: Evaluates settings.
     """
-    sigmas: Sequence[float] = study.sigmas[-1:] if method in WITHOUT_SIGMA else study.sigmas
-    pairs = list(itertools.product(study.learning_rates, sigmas))
+    kind = variant(method)
+    sigmas: Sequence[float] = study.sigmas if kind.has_sigma else study.sigmas[-1:]
+    rates = study.learning_rates if kind.name is not None else study.learning_rates[:1]
+    pairs = list(itertools.product(rates, sigmas))
     if len(pairs) == 1:
         return Chosen(*pairs[0], *pairs[0])
     # Proportional to the reported runs: cheap methods take more epochs for a budget.
-    share = (study.budget or 1.0) * study.sweep_epochs / study.epochs
+    share = (study.budget or 1.0) * study.sweep_length / study.length
     short = {
-        pair: study.run(method, *pair, seed=SWEEP_SEED, epochs=study.sweep_epochs, budget=share)
+        pair: study.run(method, *pair, seed=SWEEP_SEED, length=study.sweep_length, budget=share)
         for pair in pairs
     }
     tried = tries(study, method, "sweep", short)

@@ -29,6 +29,7 @@ APART: tuple[str, ...] = (
     "output",
     "test",
     "evaluate_every",
+    "evaluate_steps",
     "marks",
     "chunk",
     "device",

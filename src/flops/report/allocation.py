@@ -30,16 +30,16 @@ def write_counts(
     counts: Tensor,
     labels: Tensor,
     classes: Sequence[str],
-    pixels: Callable[[Tensor], Tensor],
+    pixels: Callable[[Tensor], Tensor | None],
 ) -> None:
-    """Write the counts and thumbnails, atomically.
+    """Write the counts and, for images, thumbnails, atomically.
 
     Args:
         path: File to write.
         counts: Queries of each point, shape (N,); negative for a point not visited.
         labels: Classes of the points, shape (N,).
         classes: Names of the classes.
-        pixels: Maps rows to images (n, channels, side, side), in [0, 1].
+        pixels: Maps rows to images (n, channels, side, side), in [0, 1]; to None for texts.
     """
     seen = torch.nonzero(counts >= 0).flatten()
     order = seen[torch.argsort(counts[seen], descending=True, stable=True)]
@@ -47,7 +47,8 @@ def write_counts(
     tensors = {"counts": counts.clone(), "labels": labels.clone(), "most": most, "least": least}
     for name in ("most", "least"):
         shown = pixels(tensors[name]) if len(tensors[name]) else torch.zeros(0, 1, 1, 1)
-        tensors[f"{name}_images"] = (255 * shown).round().to(torch.uint8)
+        if shown is not None:
+            tensors[f"{name}_images"] = (255 * shown).round().to(torch.uint8)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with replacing(path) as scratch:
         save_file(whole, scratch, metadata={"classes": json.dumps(list(classes))})
@@ -69,18 +70,21 @@ def plot_allocation(counts: Path, path: Path) -> None:
         found, classes = _read_counts(counts)
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"{counts} is not a complete file of counts: {error}") from error
-    figure = matplotlib_figures().Figure(figsize=(SHOWN, 5.2), layout="constrained")
-    top, *rows = figure.subfigures(3, 1, height_ratios=[2, 1, 1])
+    images = "most_images" in found and "least_images" in found
+    kind, ratios = ("image", [2, 1, 1]) if images else ("text", [2])
+    size = (SHOWN, 5.2 * sum(ratios) / 4)
+    figure = matplotlib_figures().Figure(figsize=size, layout="constrained")
+    top, *rows = figure.subfigures(len(ratios), 1, height_ratios=ratios, squeeze=False)[:, 0]
     seen = found["counts"][found["counts"] >= 0]
     axis = top.subplots()
     if len(seen):
         axis.hist(seen.numpy(), bins=_bins(seen))
         if int(seen.max()) > WIDE * int(seen.min()) > 0:
             axis.set_xscale("log")
-    axis.set_xlabel("queries per image at its last visit, over all groups")
-    axis.set_ylabel("images")
-    axis.set_title(_title(seen))
-    for name, row in zip(("most", "least"), rows, strict=True):
+    axis.set_xlabel(f"queries per {kind} at its last visit, over all groups")
+    axis.set_ylabel(f"{kind}s")
+    axis.set_title(_title(seen, kind))
+    for name, row in zip(("most", "least"), rows, strict=False):
         row.suptitle(f"{name} queries", fontsize=10, x=0.01, ha="left")
         for place, axis in enumerate(row.subplots(1, SHOWN)):
             axis.axis("off")
@@ -107,13 +111,13 @@ def _bins(seen: Tensor) -> Any:
     return np.linspace(low - 0.5, high + 0.5, min(60, high - low + 1) + 1)
 
 
-def _title(seen: Tensor) -> str:
+def _title(seen: Tensor, kind: str) -> str:
     if not len(seen):
-        return "no image was visited"
+        return f"no {kind} was visited"
     if int(seen.max()) == int(seen.min()):
-        return f"{int(seen[0])} queries for every image"
+        return f"{int(seen[0])} queries for every {kind}"
     ratio = float(seen.max()) / max(1.0, float(seen.min()))
-    return f"from {int(seen.min())} to {int(seen.max())} queries per image ({ratio:.1f} times)"
+    return f"from {int(seen.min())} to {int(seen.max())} queries per {kind} ({ratio:.1f} times)"
 
 
 def _image(pixels: Tensor) -> tuple[Any, str | None]:

@@ -50,8 +50,10 @@ class RunConfig(BaseModel):
     """Epochs; None for no limit but the budget."""
     budget: PositiveFloat | None = None
     """Budget in forward equivalents; None for no limit but the epochs."""
+    steps: PositiveInt | None = None
+    """Steps; None for no limit but the epochs or the budget."""
     until: Literal["first", "last"] = "first"
-    """Stop when the first or the last of epochs and budget is reached."""
+    """Stop when the first or the last of epochs, budget and steps is reached."""
     marks: Annotated[tuple[PositiveFloat, ...], FromList] = ()
     """Further budgets, in forward equivalents, at which to evaluate on the validation split."""
     batch: PositiveInt = 64
@@ -66,10 +68,13 @@ class RunConfig(BaseModel):
     """Weight decay of the optimizer."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of new weights, the order of points, and the noise."""
-    evaluate_every: PositiveInt = 1
-    """Epochs between two evaluations on the validation split."""
+    evaluate_every: PositiveInt | None = 1
+    """Epochs between two evaluations on the validation split; None for none by epochs but the
+    last, and none before the first step."""
+    evaluate_steps: PositiveInt | None = None
+    """Steps between two evaluations on the validation split; None for none by steps."""
     test: bool = False
-    """Also evaluate on the test split, once, when `epochs` or `budget` is reached."""
+    """Also evaluate on the test split, once, when `epochs`, `budget` or `steps` is reached."""
     data: str = "digits"
     """The data set."""
     limit: PositiveInt | None = None
@@ -97,8 +102,8 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.epochs is None and self.budget is None:
-            raise ValueError("set epochs or budget: training would never end")
+        if self.epochs is None and self.budget is None and self.steps is None:
+            raise ValueError("set epochs, budget or steps: training would never end")
         self.recipe()
         return self
 

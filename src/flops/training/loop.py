@@ -66,7 +66,7 @@ def train(
     checkpoint: str = "last",
     display: Display | None = None,
 ) -> Result:
-    """Train until `epochs` or `budget` is reached, and write the run directory.
+    """Train until `epochs`, `budget` or `steps` is reached, and write the run directory.
 
     Args:
         config: Options of the run. Without `output` nothing is written.

@@ -67,37 +67,51 @@ class Method:
             them take the first and the last). None is 1e-3.
         targets: What likelihood ratio perturbs; None is "leaf" for lr and ops-lr, "stage" for
             shaped-lr.
-        stages: Number of groups of layers; embeddings, norm and head are separate groups.
+        stages: Number of groups of layers, or where each ends as a share of the depth, such as
+            (0.8, 1.0); embeddings, norm and head are separate groups.
         clip_attention: Clip the gradient norm of all attention parameters; None does not clip.
         noise: Distribution of the noise of likelihood ratio.
+        last_tokens: Likelihood ratio perturbs only so many tokens at the end of each sequence, from
+            the layers on; None for all.
     """
 
     name: MethodName = "shaped-lr"
     queries: float = 20.0
     sigma: tuple[float, ...] | None = None
     targets: Targets | None = None
-    stages: int = 3
+    stages: int | tuple[float, ...] = 3
     clip_attention: float | None = None
     noise: Kind = "gaussian"
+    last_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Validate."""
         if self.name not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not '{self.name}'")
-        if self.stages < 1:
+        if isinstance(self.stages, tuple):
+            if not min(self.stages, default=0) > 0 or sorted(set(self.stages)) != [*self.stages]:
+                raise ValueError(f"the ends of stages must ascend from above 0, not {self.stages}")
+            if self.stages[-1] != 1:
+                raise ValueError(f"the last stage must end at 1, not {self.stages[-1]}")
+        elif self.stages < 1:
             raise ValueError(f"stages must be at least 1, not {self.stages}")
-        if self.sigma is not None and len(self.sigma) not in (1, self.stages):
+        if self.sigma is not None and len(self.sigma) not in (1, self.stage_count):
             raise ValueError(
-                f"sigma must be one value or one per stage ({self.stages}), not {self.sigma}"
+                f"sigma must be one value or one per stage ({self.stage_count}), not {self.sigma}"
             )
         if self.targets is not None and "lr" not in self.name:
             raise ValueError(f"targets applies to likelihood ratio only, not to {self.name}")
 
     @property
+    def stage_count(self) -> int:
+        """Number of groups of layers."""
+        return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
     def sigmas(self) -> tuple[float, ...]:
         """Noise scale of each stage."""
         given = self.sigma or (1e-3,)
-        return given * self.stages if len(given) == 1 else given
+        return given * self.stage_count if len(given) == 1 else given
 
     @property
     def perturbs(self) -> Targets | None:
@@ -122,7 +136,7 @@ def method_groups(model: nn.Module, method: Method) -> list[Group]:
     return [
         group
         if group.name == "loose"
-        else dataclasses.replace(group, estimator=estimator(method, sigma))
+        else dataclasses.replace(group, estimator=_estimator_of(group, method, sigma))
         for group, sigma in zip(groups, _by_place(groups, method), strict=True)
     ]
 
@@ -174,7 +188,19 @@ def estimator(method: Method, sigma: float) -> Estimator:
         return SPSA(sigma)
     assert method.perturbs is not None
     shaping = Shaping() if method.name == "shaped-lr" else None
-    return LikelihoodRatio(sigma, method.perturbs, noise=method.noise, shaping=shaping)
+    return LikelihoodRatio(
+        sigma,
+        method.perturbs,
+        noise=method.noise,
+        shaping=shaping,
+        last_tokens=method.last_tokens,
+    )
+
+
+def _estimator_of(group: Group, method: Method, sigma: float) -> Estimator:
+    """The estimator of a group: every token of the embeddings counts."""
+    before = (group.name or "").rpartition(".")[2] == "before"
+    return estimator(dataclasses.replace(method, last_tokens=None) if before else method, sigma)
 
 
 def _by_place(groups: Sequence[Group], method: Method) -> list[float]:

@@ -20,6 +20,11 @@ def budget_mark(budget: float) -> str:
     return f"budget {budget:.12g}"
 
 
+def step_mark(step: int) -> str:
+    """Name of the end of a step."""
+    return f"step {step}"
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Evaluation of the model at one step of a run.
@@ -32,7 +37,7 @@ class Evaluation:
         queries: Rows with noise so far.
         forward_equivalents: Cost of training so far; evaluations are not charged.
         seconds: Time of the training steps so far.
-        marks: Marks reached at this step: `epoch_mark` and `budget_mark`.
+        marks: Marks reached at this step: `epoch_mark`, `budget_mark` and `step_mark`.
         test: Accuracy on the test split; None if it was not evaluated.
     """
 

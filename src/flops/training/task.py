@@ -1,7 +1,8 @@
 """The interface of a task to the training loop: a model, data, an engine, a metric.
 
-`flops.tasks.classification` trains image classifiers, `flops.tasks.alignment` aligns two models;
-loop, run directory, checkpoints, progress and resuming are shared.
+`flops.tasks.classification` trains image classifiers, `flops.tasks.text` language models, and
+`flops.tasks.alignment` aligns two models; loop, run directory, checkpoints, progress and resuming
+are shared.
 """
 
 from __future__ import annotations
@@ -83,8 +84,11 @@ class Task(Protocol):
     def contents(self) -> Iterable[bytes]:
         """Bytes that identify the data: a resumed run must find them unchanged."""
 
-    def pixels(self, rows: Tensor) -> Tensor:
-        """Images of some training points in [0, 1], (n, channels, side, side), for display."""
+    def pixels(self, rows: Tensor) -> Tensor | None:
+        """Images of some training points in [0, 1], (n, channels, side, side), for display.
+
+        None for texts.
+        """
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
         """Write the trained model, and reports of the task, into the run directory."""

@@ -16,7 +16,7 @@ from flops.errors import FlopsError
 from flops.perturb.random import generator
 from flops.training.config import RunConfig
 from flops.training.device import find_device
-from flops.training.progress import Evaluation, RunProgress, budget_mark, epoch_mark
+from flops.training.progress import Evaluation, RunProgress, budget_mark, epoch_mark, step_mark
 from flops.training.task import open_task
 
 ORDER = 0x0D0E  # stream of the order of points, distinct from other uses of the seed
@@ -124,9 +124,15 @@ class Trainer:
         """
         config, progress, found = self.config, self.progress, []
         if progress.position == 0 and (
-            progress.epoch % config.evaluate_every == 0 or progress.epoch == config.epochs
+            progress.epoch == config.epochs
+            or (config.evaluate_every is not None and progress.epoch % config.evaluate_every == 0)
         ):
             found.append(epoch_mark(progress.epoch))
+        if progress.step and (
+            progress.step == config.steps
+            or (config.evaluate_steps is not None and progress.step % config.evaluate_steps == 0)
+        ):
+            found.append(step_mark(progress.step))
         # The first step may include tracing or pruning, so its cost does not predict the next.
         per_point = (progress.per_point or 0.0) if progress.step > 1 else 0.0
         after = progress.spent + per_point * len(self.batches[progress.position])
@@ -138,9 +144,14 @@ class Trainer:
     @property
     def stops(self) -> list[str]:
         """Marks at which training may end."""
-        epochs, budget = self.config.epochs, self.config.budget
-        marks = [epoch_mark(epochs)] if epochs is not None else []
-        return marks if budget is None else [*marks, budget_mark(budget)]
+        config, marks = self.config, []
+        if config.epochs is not None:
+            marks.append(epoch_mark(config.epochs))
+        if config.budget is not None:
+            marks.append(budget_mark(config.budget))
+        if config.steps is not None:
+            marks.append(step_mark(config.steps))
+        return marks
 
     def finished(self) -> bool:
         """Whether the first or the last of the stops is reached, as configured."""
@@ -154,6 +165,8 @@ class Trainer:
             parts.append(self.epochs_done / self.config.epochs)
         if self.config.budget is not None:
             parts.append(self.progress.spent / self.config.budget)
+        if self.config.steps is not None:
+            parts.append(self.progress.step / self.config.steps)
         return min(1.0, max(parts) if self.config.until == "first" else min(parts))
 
     def evaluate(self, marks: list[str]) -> Evaluation:

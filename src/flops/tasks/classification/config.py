@@ -40,6 +40,8 @@ class FinetuneConfig(RunConfig):
         ConfigError: If a name is unknown or a value is not allowed.
     """
 
+    task: Literal["image", "text"] = "image"
+    """What is trained: an image classifier, or a language model."""
     model: str = "bundled"
     """The bundled tiny ViT, a model id of the hub, a folder, or random:vit-base."""
     head: Head = "fresh"
@@ -68,6 +70,8 @@ class FinetuneConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_splits(self) -> Self:
+        if self.task != "image":
+            raise ValueError(f"these are settings of images, and task is '{self.task}'")
         self.named_splits()
         return self
 

@@ -46,6 +46,7 @@ NAMED = {
     "cifar100": DatasetSource("uoft-cs/cifar100", "img", "fine_label"),
     "eurosat": DatasetSource("blanchon/EuroSAT_RGB", "image", "label"),
 }
+LOCAL = f"a folder of images; for a named data set as name:path, from {', '.join(NAMED)}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, .
         OSError: The data set cannot be loaded.
         ValueError: A column or split is missing or ambiguous, or a label is out of range.
     """
-    tables = _open(entry)
+    tables = open_tables(entry)
     first = next(iter(tables.values()))
     columns = find_columns(first.features, entry.image, entry.label)
     rows: dict[str, tuple[str, Rows]] = {}  # ours -> theirs and the rows
@@ -115,7 +116,7 @@ def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, .
         said = np.array([SPLIT_WORDS[v.lower()] for v in first[column][:]])
         rows = {ours: (theirs, np.flatnonzero(said == ours)) for ours in np.unique(said).tolist()}
     else:
-        named = _name_splits(tuple(tables), entry.splits or {})
+        named = name_splits(tuple(tables), entry.splits or {})
         rows = {o: (theirs, np.arange(len(tables[theirs]))) for o, theirs in named.items()}
     if "train" not in rows:
         raise ValueError(f"no row of {entry.source} is marked train in its column {column!r}")
@@ -132,8 +133,18 @@ def read_dataset(entry: DatasetSource) -> tuple[dict[str, Listing], tuple[str, .
     return listings, classes
 
 
-def _open(entry: DatasetSource) -> dict[str, Any]:
-    """Return the splits of the data set by its own names."""
+def open_tables(entry: DatasetSource, local: str = LOCAL) -> dict[str, Any]:
+    """Return the splits of the data set by its own names.
+
+    Args:
+        entry: The data set.
+        local: What to give instead of an id that the hub does not have, for the message.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+        OSError: The hub has no such data set, or cannot be reached.
+        ValueError: A local one cannot be read.
+    """
     datasets, path = require("datasets", "data"), Path(entry.source).expanduser()
     bars = datasets.utils.logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
@@ -151,8 +162,8 @@ def _open(entry: DatasetSource) -> dict[str, Any]:
             raise ValueError(f"cannot read the data set in {path}: {error}") from error
         raise OSError(
             f"cannot get the data set {entry.source!r} from the Hugging Face hub ({error}). A local"
-            " path works without the hub: a data set saved with save_to_disk, parquet files, or a "
-            f"folder of images; for a named data set as name:path, from {', '.join(NAMED)}"
+            f" path works without the hub: a data set saved with save_to_disk, parquet files, or "
+            f"{local}"
         ) from error
     finally:
         if bars:
@@ -178,7 +189,7 @@ def _parquet_splits(path: Path) -> dict[str, list[str]]:
     return found if "" not in found else {"train": found[""]}
 
 
-def _name_splits(theirs: tuple[str, ...], wanted: Mapping[str, str | None]) -> dict[str, str]:
+def name_splits(theirs: tuple[str, ...], wanted: Mapping[str, str | None]) -> dict[str, str]:
     """Map our names of splits to theirs: as requested, else by their names."""
     found = {SPLIT_WORDS[name.lower()]: name for name in theirs if name.lower() in SPLIT_WORDS}
     if len(theirs) == 1:
