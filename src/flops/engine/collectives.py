@@ -7,7 +7,8 @@ for the one at each end.
 
 | estimator | what travels for a group |
 |---|---|
-| shared draws (MeZO), DeepZero | a loss for each row, nothing else: noise is made from its key |
+| shared draws (MeZO, FZOO, LOZO), DeepZero | a loss for each row; noise is made from its key |
+| JVP | a directional derivative for each row, and the sum of the losses |
 | ES, SPSA | a directional derivative for each draw, and the gradients |
 | likelihood ratio | a directional derivative for each draw, and the gradients or the deltas |
 | backpropagation | gradients |

@@ -171,25 +171,31 @@ def _lifted(unit: Unit, tangent: Callable[[nn.Parameter], Tensor]) -> Action:
                 direction[unit.padding[path]] = 0
             duals[p] = forward_ad.make_dual(p.detach(), direction)
         with unit.clean_padding():
+            lists = _lists(unit)
             try:
-                for holder, key, p in slots:
-                    holder[key] = duals[p]
+                for held, name, p in slots:
+                    held[name] = duals[p]
                 return forward(*args, **kwargs)
             finally:
-                for holder, key, p in slots:
-                    holder[key] = p
+                for held, name, before in [*slots, *lists]:
+                    held[name] = before
 
     return action
 
 
-def _slots(unit: Unit) -> Iterator[tuple[Any, Any, nn.Parameter]]:
-    """Where modules of a unit hold its parameters: what holds each, and under which key."""
+def _slots(unit: Unit) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+    """Where modules of a unit hold its parameters: the dict of each, and the name in it."""
     wanted = set(unit.parameters.values())
     for module in unit.module.modules():
-        held: list[tuple[Any, Any]] = [(module._parameters, k) for k in module._parameters]
-        if isinstance(module, nn.RNNBase):  # which reads a list of its own
-            held += [(module._flat_weights, i) for i in range(len(module._flat_weights))]
-        yield from ((holder, key, holder[key]) for holder, key in held if holder[key] in wanted)
+        held: dict[str, Any] = module._parameters
+        yield from ((held, name, p) for name, p in held.items() if p in wanted)
+
+
+def _lists(unit: Unit) -> list[tuple[dict[str, Any], str, Any]]:
+    """Lists of parameters that recurrent layers make anew when they see other ones."""
+    names = ("_flat_weights", "_flat_weight_refs")
+    layers = [m.__dict__ for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
+    return [(held, name, held[name]) for held in layers for name in names if name in held]
 
 
 def _watched(unit: Unit, lifted: Action) -> Action:
