@@ -75,15 +75,15 @@ def test_the_derivative_is_exact(problem: Any, noise: Any, options: dict[str, An
     held = {n: (p, p.data_ptr(), p.detach().clone()) for n, p in named.items()}
     group = Group(parameters=list(named.values()), estimator=JVP(noise), queries=3)
     report = ForwardGradient(model, squared, group, seed=7, **options).estimate(x, y)
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-9, atol=1e-10)
         assert p is held[name][0]
         assert p.data_ptr() == held[name][1]
         assert torch.equal(p, held[name][2])
     assert report.loss == pytest.approx(float(squared(model(x), y).mean().detach()), rel=1e-12)
-    for layer in model.modules():
-        if isinstance(layer, nn.RNNBase):
-            assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
     assert report.queries == 3 * 4
     assert report.forward_equivalents.clean == 0
     assert report.forward_equivalents.queries == WORK * 3 * 4
