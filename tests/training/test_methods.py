@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch.nn.functional as F
+from torch import nn
 
 from flops.allocators import Equal, Gaussian
 from flops.errors import PrecisionWarning
@@ -103,3 +104,20 @@ def test_too_small_a_sigma_is_warned_of(batch) -> None:
     fg = engine(bundled_vit(), loss_fn, Method("lr", queries=2, sigma=(1e-7,)))
     with pytest.warns(PrecisionWarning, match="raise sigma"):
         fg.estimate(*batch)
+
+
+def test_stages_end_where_they_are_told_to_and_the_layers_have_noise_on_the_last_tokens() -> None:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(5, 4),
+            "layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(10)),
+            "head": nn.Linear(4, 2),
+        }
+    )
+    groups = method_groups(model, Method(stages=(0.8, 1.0), last_tokens=3))
+    sizes = {g.name: len(g.targets) for g in groups}
+    assert sizes == {"before": 1, "blocks-1": 8, "blocks-2": 2, "head": 1}
+    assert [g.estimator.last_tokens for g in groups] == [None, 3, 3, 3]
+    for stages, said in (((1.0, 0.5), "ascend"), ((0.0, 1.0), "ascend"), ((0.5, 0.8), "end at 1")):
+        with pytest.raises(ValueError, match=said):
+            Method(stages=stages)

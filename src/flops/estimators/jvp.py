@@ -171,25 +171,31 @@ def _lifted(called: CalledModule, tangent: Callable[[nn.Parameter], Tensor]) -> 
                 direction[called.padding[path]] = 0
             duals[p] = forward_ad.make_dual(p.detach(), direction)
         with called.clean_padding():
+            lists = _lists(called)
             try:
-                for holder, key, p in slots:
-                    holder[key] = duals[p]
+                for held, name, p in slots:
+                    held[name] = duals[p]
                 return forward(*args, **kwargs)
             finally:
-                for holder, key, p in slots:
-                    holder[key] = p
+                for held, name, before in [*slots, *lists]:
+                    held[name] = before
 
     return action
 
 
-def _slots(called: CalledModule) -> Iterator[tuple[Any, Any, nn.Parameter]]:
-    """Where a called module holds its parameters: what holds each, and under which key."""
+def _slots(called: CalledModule) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+    """Where a called module holds its parameters: the dict of each, and the name in it."""
     wanted = set(called.parameters.values())
     for module in called.module.modules():
-        held: list[tuple[Any, Any]] = [(module._parameters, k) for k in module._parameters]
-        if isinstance(module, nn.RNNBase):  # which reads a list of its own
-            held += [(module._flat_weights, i) for i in range(len(module._flat_weights))]
-        yield from ((holder, key, holder[key]) for holder, key in held if holder[key] in wanted)
+        held: dict[str, Any] = module._parameters
+        yield from ((held, name, p) for name, p in held.items() if p in wanted)
+
+
+def _lists(called: CalledModule) -> list[tuple[dict[str, Any], str, Any]]:
+    """Lists of parameters that recurrent layers make anew when they see other ones."""
+    names = ("_flat_weights", "_flat_weight_refs")
+    layers = [m.__dict__ for m in called.module.modules() if isinstance(m, nn.RNNBase)]
+    return [(held, name, held[name]) for held in layers for name in names if name in held]
 
 
 def _watched(called: CalledModule, lifted: Action) -> Action:
