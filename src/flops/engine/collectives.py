@@ -6,7 +6,7 @@ distributed in the order of the plan, so that a rank has whole points, except at
 
 | estimator | communicated for a group |
 |---|---|
-| shared draws (MeZO, FZOO, LOZO), DeepZero | only a loss for each row: noise is generated from its key |
+| shared draws (MeZO, FZOO, LOZO), DeepZero | a loss for each row: noise has a key |
 | JVP | a directional derivative for each row, and the sum of the losses |
 | ES, SPSA | a directional derivative for each draw, and the gradients |
 | likelihood ratio | a directional derivative for each draw, and the gradients or the deltas |
