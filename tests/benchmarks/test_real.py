@@ -13,7 +13,7 @@ from benchmarks.real_models import MODELS, Problem
 from benchmarks.real_rows import ROWS, BlockFloor, trained
 from flops import ForwardGradient, Group, LikelihoodRatio
 from flops.passes.flop_count import WorkMeter
-from flops.tasks.alignment import models
+from flops.tasks.models import language as models
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 
