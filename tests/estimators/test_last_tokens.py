@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flops import CoverageError, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops import BatchError, CoverageError, ForwardGradient, Group, LikelihoodRatio, Shaping
 from tests.conftest import cosine, estimate, exact, flat, gradients, squared
 
 WIDTH = 4
@@ -82,3 +82,20 @@ def test_outputs_without_tokens_are_refused() -> None:
         ForwardGradient(model, squared, group).estimate(torch.randn(3, 3), torch.randn(3, 2))
     with pytest.raises(ValueError, match="last_tokens must be at least 1"):
         LikelihoodRatio(last_tokens=0)
+
+
+class Padded(Reader):
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(x * attention_mask.unsqueeze(2))
+
+
+def test_padding_on_the_right_is_refused() -> None:
+    """The last tokens would be padding, and the gradient 0."""
+    model, x, y = Padded().double(), torch.randn(3, 5, WIDTH).double(), torch.randn(3, 2).double()
+    fg = ForwardGradient(model, squared, groups(1, WIDTH))
+    mask = torch.ones(3, 5).double()
+    mask[1, 0] = 0
+    fg.estimate({"x": x, "attention_mask": mask}, y)
+    mask[2, 4] = 0
+    with pytest.raises(BatchError, match="padding in some rows; pad on the left"):
+        fg.estimate({"x": x, "attention_mask": mask}, y)

@@ -13,10 +13,19 @@ from transformers import TrainingArguments
 
 from flops import SPSA, FlopsError, Group
 from flops.allocators import Equal
+from flops.integrations.model_card import section
 from flops.integrations.training_arguments import accept
 from flops.losses import CausalLM, LabelWords, reward
 from flops.training.methods import Method
-from tests.support.language import arguments, language_model, moved, texts, trainer, weights
+from tests.support.language import (
+    arguments,
+    collate,
+    language_model,
+    moved,
+    texts,
+    trainer,
+    weights,
+)
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"torch_compile": True}, "a compiled model cannot be perturbed.*leave torch_compile out"),
@@ -182,3 +191,43 @@ def test_the_default_arguments_are_the_trainers(tmp_path: Path, monkeypatch: Any
     monkeypatch.chdir(tmp_path)
     ours = trainer(language_model(), None)  # type: ignore[arg-type]
     assert isinstance(ours.args, TrainingArguments)
+
+
+def test_evaluation_in_half_precision_has_a_loss_in_single_precision(tmp_path: Path) -> None:
+    model = language_model().to(torch.bfloat16)
+    found = trainer(model, arguments(tmp_path), eval_dataset=texts())
+    batch = collate(texts(3))
+    loss, outputs = found.compute_loss(model, dict(batch), return_outputs=True)
+    assert loss.dtype == torch.float32
+    labels = batch["labels"]
+    torch.testing.assert_close(loss, CausalLM()(outputs.logits.float(), labels).mean())
+
+
+def test_the_decoder_reads_the_labels(tmp_path: Path) -> None:
+    """Without them BART would read the source."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=79, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, max_position_embeddings=16,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config).eval()
+    found = trainer(model, arguments(tmp_path), method="mezo", queries=None)
+    ids = torch.randint(4, 79, (2, 6))
+    labels = torch.randint(4, 79, (2, 6))
+    loss = found.compute_loss(model, {"input_ids": ids, "labels": labels})
+    torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss)
+
+
+def test_queries_of_other_peoples_methods_are_theirs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"presets\.mezo\(model, queries=8\)"):
+        trainer(language_model(), arguments(tmp_path), method="mezo", queries=50)
+
+
+def test_the_card_of_backpropagation_says_so(tmp_path: Path) -> None:
+    found = trainer(language_model(), arguments(tmp_path), method="bp", queries=None)
+    text = section("bp", found.engine, found.totals)
+    assert "those of backpropagation" in text
+    assert "without a backward pass" not in text
+    assert "| 20 |" not in text

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flops import BatchError, Exact, ForwardGradient, Group, LikelihoodRatio, MeZO
 from flops.losses import CausalLM, LabelWords, MaskedLM, TokenClassification
-from tests.conftest import flat, gradients
+from tests.conftest import flat, gradients, squared
 
 
 def model() -> LlamaForCausalLM:
@@ -186,3 +186,54 @@ def test_label_words_are_single_tokens() -> None:
         LabelWords.of(Tokenizer(), [" good", "terrible"])
     with pytest.raises(ValueError, match="two or more different tokens"):
         LabelWords((4, 4))
+
+
+def test_all_batches_may_compute_as_many_logits() -> None:
+    _, labels = batch()
+    assert CausalLM(last=6).positions(labels).tolist() == [-7, -6, -5, -4, -3, -2]
+    assert CausalLM(last=99).positions(labels).tolist() == list(range(-9, -1))
+    with pytest.raises(BatchError, match="4 tokens before the end, and only the last 3"):
+        CausalLM(last=3).positions(labels)
+    net, inputs = model(), batch()[0]
+    with torch.no_grad():
+        outputs = net(**inputs)
+        some = net(**inputs, logits_to_keep=CausalLM(last=6).positions(labels))
+    found = CausalLM(last=6)(some, labels, CausalLM(last=6).positions(labels))
+    torch.testing.assert_close(found, plain(outputs, labels))
+
+
+def test_labels_that_are_missing_are_named() -> None:
+    inputs, _ = batch()
+    with pytest.raises(BatchError, match="CausalLM needs labels, and there are none"):
+        ForwardGradient(model(), CausalLM()).estimate(inputs, None)
+
+
+class Own(nn.Module):
+    """A model whose argument happens to have a name of transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, use_cache: bool = True) -> Tensor:
+        return self.layer(x) if use_cache else self.layer(x) + 100
+
+
+def test_arguments_of_other_models_are_left_alone() -> None:
+    net, x, y = Own().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    fg = ForwardGradient(net, squared, Group(net, MeZO(), 2))
+    assert fg.estimate(x, y).loss == pytest.approx(squared(net(x), y).mean().item(), rel=1e-2)
+    assert fg.estimate((x, False), y).loss > 1000
+    llama, (inputs, labels) = model(), batch()
+    by_position = (inputs["input_ids"], None, None, None, None, None, False)
+    ForwardGradient(llama, CausalLM(), Group(llama, MeZO(), 2)).estimate(by_position, labels)
+
+
+def test_label_words_name_every_class() -> None:
+    class Letters:
+        def encode(self, word: str, add_special_tokens: bool) -> list[int]:
+            return [ord(c) for c in word]
+
+    assert LabelWords.of(Letters(), ["x", "y"]).words == (120, 121)
+    with pytest.raises(ValueError, match="different tokens"):
+        LabelWords.of(Letters(), ["x", "y", "x"])

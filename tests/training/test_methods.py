@@ -121,3 +121,24 @@ def test_stages_end_where_they_are_told_to_and_the_layers_have_noise_on_the_last
     for stages, said in (((1.0, 0.5), "ascend"), ((0.0, 1.0), "ascend"), ((0.5, 0.8), "end at 1")):
         with pytest.raises(ValueError, match=said):
             Method(stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("count", "ends", "sizes"),
+    [
+        (2, (0.8, 1.0), [1, 1]),
+        (2, (0.2, 0.5, 1.0), [1, 1]),
+        (30, (0.8, 1.0), [24, 6]),
+        (4, (0.1, 0.2, 1.0), [1, 1, 2]),
+    ],
+)
+def test_every_stage_has_a_layer(count: int, ends: tuple[float, ...], sizes: list[int]) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(count))})
+    model["head"] = nn.Linear(4, 2)
+    groups = method_groups(model, Method(stages=ends))
+    assert [len(g.targets) for g in groups if "blocks" in (g.name or "")] == sizes
+
+
+def test_last_tokens_are_of_likelihood_ratio() -> None:
+    with pytest.raises(ValueError, match="last_tokens applies to likelihood ratio only"):
+        Method("mezo", last_tokens=2)

@@ -175,6 +175,12 @@ class CompareText:
     data: str = TEXT.data
     """The embedded garments, sentences (after make real-models), a .jsonl file, a folder with a
     .jsonl file per split, parquet files, or a data set id of the hub."""
+    data_config: str | None = None
+    """Configuration of a data set of the hub that has several."""
+    columns: tuple[str, ...] = ()
+    """Names of the fields, such as text=sentence label=class."""
+    splits: tuple[str, ...] = ()
+    """Which splits of a data set to use, such as validation=none test=validation."""
     objective: Objective | None = None
     """As of flops finetune --task text."""
     template: str | None = None
@@ -210,6 +216,9 @@ class CompareText:
         base = TextConfig(
             model=self.model,
             data=self.data,
+            data_config=self.data_config,
+            columns=self.columns,
+            splits=self.splits,
             objective=self.objective,
             template=self.template,
             words=self.words,

@@ -169,8 +169,11 @@ def _cut(blocks: tuple[str, ...], parts: int | Sequence[float]) -> list[list[str
         parts = min(parts, len(blocks))
         edges = [len(blocks) * i // parts for i in range(parts + 1)]
     else:
-        edges = [0, *(round(end * len(blocks)) for end in parts)]
-    return [list(blocks[a:b]) for a, b in pairwise(edges) if a < b]
+        parts, edges = list(parts)[-len(blocks) :], [0]
+        for number, end in enumerate(parts, start=1):  # each has a block at least
+            most = len(blocks) - len(parts) + number
+            edges.append(min(most, max(edges[-1] + 1, round(end * len(blocks)))))
+    return [list(blocks[a:b]) for a, b in pairwise(edges)]
 
 
 def _shared_parts(left: str, right: str) -> int:

@@ -48,7 +48,7 @@ class Ranks:
     messages: int = 0
 
     def shard(self, count: int, unit: int = 1) -> tuple[int, int]:
-        """First and last + 1 of this rank's rows, in whole calls."""
+        """First and last + 1 of this rank's rows, in whole units."""
         return 0, count
 
     def bounds(self, costs: Sequence[float], size: int) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from flops.errors import CoverageError, PrecisionWarning
+from flops.errors import BatchError, CoverageError, PrecisionWarning
 from flops.estimators.base import (
     Estimate,
     Estimation,
@@ -155,6 +155,12 @@ class LikelihoodRatio(Estimator):
         """One group's part of a step."""
         options = replace(self, sigma=self.sigma or default_sigma(binding.dtype))
         _warn_if_lost(options.scale, binding.dtype, queries)
+        mask = runner.passes.batch.named("attention_mask") if self.last_tokens is not None else None
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise BatchError(
+                f"group '{queries.name}': last_tokens perturbs the last positions, which are "
+                "padding in some rows; pad on the left: tokenizer.padding_side = 'left'"
+            )
         if self.shaping is not None:
             return _Shaped(options, self.shaping, binding, queries, runner)
         return _Isotropic(options, binding, queries, runner)

@@ -24,6 +24,18 @@ from flops.training.progress import Evaluation, budget_mark, epoch_mark, step_ma
 from flops.training.trainer import Trainer
 
 Unit = Literal["epochs", "steps"]
+OF_TEXTS = (
+    "train_last",
+    "max_tokens",
+    "stages",
+    "chunk",
+    "template",
+    "words",
+    "objective",
+    "columns",
+    "splits",
+    "data_config",
+)
 CURVE = 5  # evaluations of a run whose length is in steps
 
 
@@ -100,6 +112,9 @@ class TextComparisonRun(ComparisonRun):
     template: str | None = None
     words: tuple[str, ...] = ()
     objective: Objective | None = None
+    columns: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
+    data_config: str | None = None
 
     @property
     def length(self) -> tuple[str, str]:
@@ -120,13 +135,7 @@ class TextComparisonRun(ComparisonRun):
             marks=tuple(budget * share for share in shares if budget),
             evaluate_steps=max(1, self.steps // (self.curve + 1)) if not budget else None,
             lora=self.lora if kind.lora else None,
-            train_last=last,
-            max_tokens=self.max_tokens,
-            stages=self.stages,
-            chunk=self.chunk,
-            template=self.template,
-            words=self.words,
-            objective=self.objective,
+            **{name: getattr(self, name) for name in OF_TEXTS} | {"train_last": last},
             **self.shared(),
         )
 
@@ -250,8 +259,7 @@ class MethodComparison:
         given: ComparisonRun
         if isinstance(base, TextConfig):
             shared["epochs"] = 0  # without meaning
-            names = ("train_last", "max_tokens", "stages", "chunk", "template", "words")
-            more = {name: getattr(base, name) for name in (*names, "objective")}
+            more = {name: getattr(base, name) for name in OF_TEXTS}
             given = TextComparisonRun(**shared, steps=length, lora=self.lora, **more)
         else:
             given = ComparisonRun(**shared, head=base.head)

@@ -29,17 +29,19 @@ def section(method: str, engine: ForwardGradient, totals: Totals) -> str:
     """The text of the section."""
     rows = [
         f"| {group.name} | {type(group.estimator).__name__} "
-        f"| {sum(p.numel() for p in group.parameters):,} | {group.queries:g} |"
+        f"| {sum(p.numel() for p in group.parameters):,} "
+        f"| {f'{group.queries:g}' if group.estimator.makes_queries else '-'} |"
         for group in engine.groups
     ]
+    how = "gradients were estimated from forward passes, without a backward pass through the model"
+    if not all(group.estimator.makes_queries for group in engine.groups):
+        how = "gradients are those of backpropagation, for comparison"
     parts = ", ".join(f"{name} {cost:,.0f}" for name, cost in totals.parts.items())
     return "\n".join(
         [
             TITLE,
             "",
-            f"Trained with FLOPS {__version__}, method `{method}`, seed {engine.seed}: gradients "
-            "were estimated from forward passes under noise, without a backward pass through the "
-            "model.",
+            f"Trained with FLOPS {__version__}, method `{method}`, seed {engine.seed}: {how}.",
             "",
             "| group | estimator | trainable parameters | queries per example and step |",
             "|---|---|---|---|",

@@ -39,6 +39,9 @@ def prompts_by_row(model: nn.Module) -> Iterator[None]:
         prompts: Tensor = encoder(tokens.unsqueeze(0).expand(batch_size, -1))
         return prompts  # (B, virtual tokens, width)
 
+    if "get_prompt" in vars(peft):  # inside another one
+        yield
+        return
     peft.get_prompt = get_prompt
     try:
         yield

@@ -34,13 +34,14 @@ from flops.integrations.peft import prompt_parameters, prompts_by_row
 from flops.integrations.rows import ROWS, NumberedCollator, NumberedRows, points_in
 from flops.integrations.totals import Totals
 from flops.integrations.training_arguments import REFUSED, accept
-from flops.losses import Classification, LabelWords, from_model
+from flops.losses import Classification, LabelWords, Seq2SeqLM, from_model
+from flops.losses.base import base_model
 from flops.optional import require
-from flops.passes.batch import LossFunction
+from flops.passes.batch import LossFunction, wide
 from flops.passes.checks import unwrap
 from flops.storage.files import replacing
 from flops.training.checkpoint import UNREADABLE, save_state
-from flops.training.methods import Method, MethodName, engine
+from flops.training.methods import FIXED_QUERIES, Method, MethodName, engine
 
 prepare_data_loader = require("accelerate", "llm").data_loader.prepare_data_loader
 Trainer = require("transformers", "llm").Trainer
@@ -129,6 +130,11 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
             raise ValueError(f"{doubled[0]} is part of the {given[0]} that were given")
         if self._sigma is not None and self._estimator is not None:
             raise ValueError("sigma is part of the estimator that was given")
+        if self._queries is not None and self._method in FIXED_QUERIES:
+            raise ValueError(
+                f"queries of {self._method} are its authors'; give groups, such as "
+                f"groups=lambda model: flops.presets.{self._method}(model, queries=8)"
+            )
         if self._allocator is not None and self._groups is None and self._estimator is None:
             raise ValueError("a method has its own allocator; give it with groups or estimator")
         if options.get("compute_loss_func") is not None:
@@ -228,6 +234,10 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
                 "label words are read at the last position, where some rows have padding; pad on "
                 "the left: tokenizer.padding_side = 'left'"
             )
+        if isinstance(self.loss, Seq2SeqLM) and "decoder_input_ids" not in batch and labels:
+            base: Any = base_model(unwrap(self.model))
+            shifted = base.prepare_decoder_input_ids_from_labels(next(iter(labels.values())))
+            batch["decoder_input_ids"] = shifted
         return batch, next(iter(labels.values()), None) if len(labels) < 2 else labels, rows
 
     def compute_loss(
@@ -240,7 +250,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         """The mean of the losses of the rows, for evaluation: what training minimises."""
         arguments, labels, _ = self._split(dict(inputs))
         outputs = model(**arguments)
-        losses = self.loss(outputs, labels)
+        losses = self.loss(wide(outputs), labels)
         if isinstance(outputs, Tensor):
             outputs = {"logits": outputs}
         return (losses.mean(), outputs) if return_outputs else losses.mean()
@@ -297,7 +307,8 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         if self.report is None:
             return 0
         per_point = float(self.report.forward_equivalents) / max(points_in(inputs), 1)
-        return int(super().floating_point_ops(inputs) / 3 * per_point)
+        # The report is of all processes, and the Trainer adds theirs up.
+        return int(super().floating_point_ops(inputs) / 3 * per_point / self.args.world_size)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Add queries and forward equivalents so far, and the means of the groups' statistics."""

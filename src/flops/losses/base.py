@@ -52,5 +52,16 @@ def base_model(model: nn.Module) -> nn.Module:
 
 def optional_arguments(model: nn.Module) -> set[str]:
     """Arguments of transformers' models that save computation; peft passes them on."""
-    known = inspect.signature(type(base_model(model)).forward).parameters
-    return {"logits_to_keep", "use_cache"} & set(known)
+    base = base_model(model)
+    if not hasattr(getattr(base, "config", None), "use_cache"):
+        return set()  # a parameter of that name may mean anything
+    return {"logits_to_keep", "use_cache"} & set(_parameters(type(base)))
+
+
+def bound_arguments(model: nn.Module, count: int) -> set[str]:
+    """Names of the first ``count`` arguments of a model, which are given by position."""
+    return set(_parameters(type(model))[1 : count + 1])
+
+
+def _parameters(kind: type[nn.Module]) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)

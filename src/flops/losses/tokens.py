@@ -69,12 +69,28 @@ class CausalLM(_TokenMean):
     Args:
         ignore_index: Label of tokens that are not predicted: prompt and padding.
         label_smoothing: Share of the target that is spread over the vocabulary.
+        last: Tokens at the end of the rows that may have a label, so that all batches compute as
+            many logits; None for those that have one in the batch.
 
     Raises:
-        BatchError: If a row has no label.
+        BatchError: If a row has no label, or one before the last tokens.
     """
 
+    last: int | None = None
     _shift: ClassVar[int] = 1
+
+    def positions(self, targets: Any) -> Tensor:
+        """Positions whose logits predict a label."""
+        found = super().positions(targets)
+        if self.last is None:
+            return found
+        fixed = torch.arange(-min(self.last, targets.size(1) - 1) - 1, -1)
+        if len(found) and int(found[0]) < int(fixed[0]):
+            raise BatchError(
+                f"a label stands {-1 - int(found[0])} tokens before the end, and only the last "
+                f"{self.last} are read"
+            )
+        return fixed
 
     def _check(self, read: Tensor) -> None:
         empty = (~read.any(1)).nonzero().flatten()
@@ -163,14 +179,14 @@ class LabelWords(TokenLoss):
         Raises:
             ValueError: If a word has several tokens.
         """
-        found = {word: tokenizer.encode(word, add_special_tokens=False) for word in words}
-        for word, tokens in found.items():
+        found = [(word, tokenizer.encode(word, add_special_tokens=False)) for word in words]
+        for word, tokens in found:
             if len(tokens) != 1:
                 raise ValueError(
                     f"'{word}' has {len(tokens)} tokens {tokens}; label words need one token "
                     "each, so choose another word, or write it with a blank before it"
                 )
-        return cls(tuple(tokens[0] for tokens in found.values()), label_smoothing)
+        return cls(tuple(tokens[0] for _, tokens in found), label_smoothing)
 
     def positions(self, targets: Any) -> Tensor:
         """The last one."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flops.errors import BatchError
-from flops.losses.base import TokenLoss, optional_arguments
+from flops.losses.base import TokenLoss, bound_arguments, optional_arguments
 from flops.losses.derive import advice
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -59,6 +59,12 @@ class Batch:
         # Of the whole batch, so that all rows of a pass have the same number.
         self._positions: Tensor | None = None
         if isinstance(loss_fn, TokenLoss):
+            if targets is None:
+                raise BatchError(
+                    f"{type(loss_fn).__name__} needs labels, and there are none; for language "
+                    "models transformers' DataCollatorForLanguageModeling(tokenizer, mlm=False) "
+                    "adds them"
+                )
             self._positions = loss_fn.positions(targets)
 
     def _batch_size(self) -> int:
@@ -126,7 +132,7 @@ class Batch:
             BatchError: If the loss function returns anything but one loss per row.
         """
         args, kwargs = self.arguments(rows)
-        takes = optional_arguments(model) - set(kwargs)
+        takes = optional_arguments(model) - set(kwargs) - bound_arguments(model, len(args))
         if "use_cache" in takes:  # nothing is generated
             kwargs = {**kwargs, "use_cache": False}
         positions = self._positions if "logits_to_keep" in takes else None
@@ -137,9 +143,9 @@ class Batch:
             [self._rows(leaf, rows) for leaf in self._targets], self._target_spec
         )
         if positions is not None and isinstance(self._loss_fn, TokenLoss):
-            losses = self._loss_fn(_wide(outputs), targets, positions)
+            losses = self._loss_fn(wide(outputs), targets, positions)
         else:
-            losses = self._loss_fn(_wide(outputs), targets)
+            losses = self._loss_fn(wide(outputs), targets)
         count = self.size if rows is None else len(rows)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (count,):
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -192,7 +198,7 @@ def _length(leaf: Any) -> int | None:
     return len(leaf) if isinstance(leaf, list) else None
 
 
-def _wide(outputs: Any) -> Any:
+def wide(outputs: Any) -> Any:
     """Outputs in float32 or wider: a loss in half precision has two or three digits."""
     return tree_map(
         lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _NARROW else x, outputs

@@ -52,6 +52,7 @@ MethodName = Literal[
     "shaped-lr",
 ]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
+FIXED_QUERIES: frozenset[MethodName] = frozenset({"mezo", "fzoo", "lozo", "jvp"})
 WITHOUT_SIGMA: frozenset[MethodName] = frozenset({"bp", "jvp"})
 
 
@@ -101,6 +102,8 @@ class Method:
             )
         if self.targets is not None and "lr" not in self.name:
             raise ValueError(f"targets applies to likelihood ratio only, not to {self.name}")
+        if self.last_tokens is not None and "lr" not in self.name:
+            raise ValueError(f"last_tokens applies to likelihood ratio only, not to {self.name}")
 
     @property
     def stage_count(self) -> int:

@@ -132,3 +132,14 @@ def test_a_saved_data_set_with_named_classes(tmp_path: Path) -> None:
     data = load(tmp_path / "set", splits={"test": None})
     assert data.classes == ("no", "yes")
     assert len(data.train) == 14
+
+
+def test_a_split_that_is_misspelt_or_missing_is_said(tmp_path: Path) -> None:
+    """Else rows of the test would be trained on."""
+    given = [*rows(6, split="train"), *rows(3, split="test")]
+    given[7]["split"] = "tset"
+    with pytest.raises(ValueError, match=r"line 8 of .* has the split 'tset'"):
+        load(written(tmp_path / "a.jsonl", *given))
+    del given[7]["split"]
+    with pytest.raises(ValueError, match=r"row 8 of .* has no split, and others have one"):
+        load(written(tmp_path / "a.jsonl", *given))

@@ -112,6 +112,12 @@ def test_the_loss_of_label_words_reads_the_last_position_alone() -> None:
     assert torch.equal(loss(kept, targets, loss.positions(targets)), wanted)
 
 
+def test_words_of_sentiment_go_by_the_name_of_the_class() -> None:
+    words = {"positive": " great", "negative": " terrible"}
+    assert default_prompt(("positive", "negative")) == ("{text} It was", words)
+    assert default_prompt(("negative", "positive")) == ("{text} It was", words)
+
+
 def test_only_the_completion_is_labelled() -> None:
     tokens = padded([[5, 6, 7], [8, 4]], pad=9, width=4)["input_ids"]
     labels = completion_labels(tokens, [2, 1])

@@ -239,3 +239,40 @@ def test_long_texts_are_cut_and_it_is_said_once() -> None:
     with pytest.warns(UserWarning, match="48 texts were longer than 10 tokens") as seen:
         Text(small(max_tokens=10, limit=16), CPU)
     assert len(seen) == 1
+
+
+def test_a_resumed_run_is_not_charged_again_for_completions_of_other_lengths(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    texts = ["a", "a hat", "a hat and a sock", "this is a hat", "this is a hat and a belt"]
+    rows = [{"prompt": f"describe {i}:", "completion": f" {t}."} for i, t in enumerate(texts * 6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = small(data=str(path), method="shaped-lr", batch=2, epochs=None, steps=6)
+    whole = Trainer(config)
+    parts = [Trainer(config) for _ in range(2)]
+    for _ in range(6):
+        whole.step()
+    for _ in range(3):
+        parts[0].step()
+    parts[1].load_state_dict(parts[0].weights(), parts[0].state_dict())
+    for _ in range(3):
+        parts[1].step()
+    assert parts[1].progress.spent == whole.progress.spent
+    for name, value in whole.weights().items():
+        assert torch.equal(parts[1].weights()[name], value), name
+
+
+def last_tokens(**changed: Any) -> set[int | None]:
+    groups = Text(small(train_last=2, **changed), CPU).engine().groups
+    return {getattr(g.estimator, "last_tokens", None) for g in groups}
+
+
+def test_noise_is_on_the_last_tokens_where_it_is_told_to(tmp_path: Path) -> None:
+    assert last_tokens() == {2}
+    assert last_tokens(last_tokens=3) == {3}
+    assert last_tokens(method="lr") == {None}
+    assert last_tokens(method="lr", targets="stage") == {None}
+    assert last_tokens(method="lr", targets="stage", last_tokens=5) == {5}
+    lengths = Text(small(data=pairs(tmp_path)), CPU).data.train.completions
+    assert last_tokens(data=pairs(tmp_path)) == {max(lengths) + 1}

@@ -125,7 +125,7 @@ class _Head:
         AutoModel = transformers.AutoModelForCausalLM
         if self.classes is not None:
             AutoModel = transformers.AutoModelForSequenceClassification
-            torch.manual_seed(self.seed)  # `loading` restores the state
+            torch.default_generator.manual_seed(self.seed)  # `loading` restores the state
             options["ignore_mismatched_sizes"] = True
             if "config" in options:
                 options["config"].num_labels = self.classes

@@ -82,8 +82,8 @@ class TextConfig(RunConfig):
     """Number of groups of layers; None for 3 of equal depth, or for shaped-lr two of which the
     first ends after 80 % of the layers, where the last tokens hold most of the gradient."""
     last_tokens: PositiveInt | None = None
-    """Tokens at the end of each text that shaped-lr perturbs; None for those whose logits the loss
-    reads, and one more."""
+    """Tokens at the end of each text that likelihood ratio perturbs; None for all, or for shaped-lr
+    in stages those whose logits the loss reads, and one more."""
     batch: PositiveInt = 32
     """Batch size."""
     epochs: PositiveInt | None = 4
@@ -124,7 +124,7 @@ class TextConfig(RunConfig):
             self.sigma,
             self.targets,
             self.stages or (SHAPED_ENDS if shaped else 3),
-            last_tokens=self.last_tokens if shaped else None,
+            last_tokens=self.last_tokens,
         )
 
 

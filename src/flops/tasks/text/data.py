@@ -176,8 +176,11 @@ def _read_file(path: Path, columns: Mapping[str, str]) -> dict[str, list[_Row]]:
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"{path} is not a .jsonl file: give {_ALLOWED}")
     rows, places = _read_lines(path, columns)
-    if None in places:
+    if not any(places):
         return {"train": rows}
+    if None in places:
+        number = 1 + places.index(None)
+        raise ValueError(f"row {number} of {path} has no split, and others have one")
     found: dict[str, list[_Row]] = {}
     for row, place in zip(rows, places, strict=True):
         found.setdefault(str(place), []).append(row)
@@ -203,7 +206,12 @@ def _read_lines(path: Path, columns: Mapping[str, str]) -> tuple[list[_Row], lis
             raise ValueError(f"{where} is not a JSON object: {error}") from error
         rows.append(_row(values, columns, where))
         given = values.get(columns["split"])
-        places.append(SPLIT_WORDS.get(given.lower()) if isinstance(given, str) else None)
+        place = SPLIT_WORDS.get(given.lower()) if isinstance(given, str) else None
+        if place is None and given is not None:
+            raise ValueError(
+                f"{where} has the split {given!r}; splits are {', '.join(sorted(SPLIT_WORDS))}"
+            )
+        places.append(place)
     if not rows:
         raise ValueError(f"{path} is empty: give one JSON object per line")
     return rows, places

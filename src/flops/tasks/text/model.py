@@ -56,7 +56,6 @@ class TextModel:
         model: Any = self.language.model
         self.pad = _pad_token(self.language)
         model.config.pad_token_id = self.pad
-        model.config.use_cache = False  # a pass is one call: keys and values are not kept
         if classes is not None:
             model.config.id2label = dict(enumerate(classes))
             model.config.label2id = {label: number for number, label in enumerate(classes)}
@@ -170,5 +169,5 @@ def _with_adapters(
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return peft.get_peft_model(model, config)

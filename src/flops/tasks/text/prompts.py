@@ -139,9 +139,10 @@ def default_prompt(classes: Sequence[str]) -> tuple[str, dict[str, str]]:
 
     Numbers are no words, so that they must be given some.
     """
-    lower = [name.lower() for name in classes]
-    if len(lower) == 2 and lower[0] in BAD[1:] and lower[1] in GOOD[1:]:
-        return SENTIMENT, {classes[0]: " terrible", classes[1]: " great"}
+    words = {name: " great" for name in classes if name.lower() in GOOD[1:]}
+    words |= {name: " terrible" for name in classes if name.lower() in BAD[1:]}
+    if len(classes) == 2 and sorted(words.values()) == [" great", " terrible"]:
+        return SENTIMENT, words
     return PLAIN, {name: f" {name}" for name in classes if not name.lstrip("-").isdigit()}
 
 

@@ -100,11 +100,15 @@ class Text:
             language = self._text.language
             self.template = template
             self._prompts = Prompts(language, template, config.max_tokens)
-            self.loss_fn: Any = {"head": head_loss, "completion": CausalLM()}.get(self.objective)
-            if self.objective == "words":
+            self.data = self._tokens(self.texts)
+            self.loss_fn: Any = head_loss
+            if self.objective == "completion":
+                splits = (self.data.train, self.data.validation, self.data.test)
+                longest = max(n for split in splits for n in split.completions)
+                self.loss_fn = CausalLM(last=longest)  # all batches have as many logits
+            elif self.objective == "words":
                 tokens = label_tokens(language, template, self.texts.classes, words)
                 self.loss_fn = LabelWords(tokens)
-            self.data = self._tokens(self.texts)
         except MissingPackageError:
             raise
         except (OSError, ValueError, ImportError) as error:
@@ -143,7 +147,7 @@ class Text:
     def engine(self) -> ForwardGradient:
         """The engine of the configured method."""
         config, method = self.config, self.config.recipe()
-        if method.perturbs == "stage" and method.last_tokens is None:
+        if method.name == "shaped-lr" and method.perturbs == "stage" and not method.last_tokens:
             read = max(self.data.train.completions, default=1)
             method = replace(method, last_tokens=read + 1)
         return engine(
@@ -165,7 +169,7 @@ class Text:
 
     def _batch(
         self, split: TokenSplit, rows: list[int], width: int | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[dict[str, Any], Tensor]:
         inputs = padded([split.tokens[i] for i in rows], self._text.pad, width)
         targets = split.labels[rows]
         if split.completions:
@@ -194,6 +198,8 @@ class Text:
             if isinstance(self.loss_fn, TokenLoss) and "logits_to_keep" in self._text.takes:
                 positions = self.loss_fn.positions(targets)
                 inputs["logits_to_keep"] = positions
+            if "use_cache" in self._text.takes:
+                inputs["use_cache"] = False
             logits = self.model(**inputs).logits
             found, among = self._right(logits, targets, positions)
             right, count = right + found, count + among
@@ -224,6 +230,7 @@ class Text:
         yield "\n".join(self.data.classes).encode()
         for split in (self.data.train, self.data.validation, self.data.test):
             yield split.labels.numpy().tobytes()
+            yield torch.tensor(split.completions, dtype=torch.long).numpy().tobytes()
             yield torch.tensor([t for row in split.tokens for t in [*row, -1]]).numpy().tobytes()
 
     def pixels(self, rows: Tensor) -> None:
