@@ -36,6 +36,7 @@ def test_time_to_a_loss_goes_straight_from_evaluation_to_evaluation() -> None:
     assert run.to_loss(1.5) == (0.0, 0)
 
 
+@pytest.mark.slow
 def test_gradients_and_costs() -> None:
     found = align_gradient.run(steps=1, batches=1, limit=10)
     assert found["orthogonal"]["64 queries"] > max(0.98, found["gaussian"]["64 queries"])

@@ -155,7 +155,7 @@ def test_it_follows_parameters_that_move() -> None:
     assert report.loss < 0.5 * before
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_mean_is_the_gradient_whatever_is_remembered(steps) -> None:
     found = []
     for seed in range(250):

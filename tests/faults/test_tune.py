@@ -118,6 +118,7 @@ def test_a_service_of_ones_own_is_started_again_when_it_dies(tmp_path) -> None:
     assert gone(second)
 
 
+@pytest.mark.slow
 def test_the_network_spoils_answers(server, unbroken, tmp_path) -> None:
     spoilt(server, unbroken, tmp_path, seed=3, share=0.25)
 
@@ -132,6 +133,7 @@ def spoilt(server: Server, unbroken: dict[str, bytes], folder: Path, seed: int, 
     assert paid(folder) == charged(server.ledger) - before == ROWS
 
 
+@pytest.mark.slow
 def test_the_server_is_killed(server, unbroken, tmp_path) -> None:
     killed(server, unbroken, tmp_path, [0.3])
 

@@ -295,6 +295,7 @@ def test_every_answer_comes_through_a_faulty_network_and_is_paid_once(seed, serv
             assert torch.equal(direct.score(**vars(asked)).logits, found[i].logits)
 
 
+@pytest.mark.slow
 def test_the_client_carries_on_when_the_service_is_killed_again_and_again(tmp_path) -> None:
     with Server(tmp_path) as server:
         with server.client(
