@@ -27,8 +27,9 @@ demo: $(VENV)/.installed ## Compare forward methods with backpropagation on the 
 quickstart: $(VENV)/.installed ## Train the bundled ViT on digits with forward passes only
 	$(BIN)/python examples/quickstart.py
 
+# One process more than cores: many tests wait for processes of their own.
 test: $(VENV)/.installed ## Run the tests (minutes)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 # What is said of bits must hold for other instructions than this machine's best, and other threads.
 # Threads that wait do not spin: the tests start processes of their own.
@@ -37,7 +38,7 @@ test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two low
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive ATEN_CPU_CAPABILITY=avx2 \
 		MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BITS)
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE \
-		ONEDNN_MAX_CPU_ISA=SSE41 $(BITS) -n 2 --dist worksteal
+		ONEDNN_MAX_CPU_ISA=SSE41 $(BITS) -n 3 --dist worksteal
 
 test-slow: $(VENV)/.installed real-models ## Run the slow tests
 	$(BIN)/python -m pytest -m slow

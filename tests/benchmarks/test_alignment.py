@@ -13,6 +13,7 @@ from flops.tasks.alignment.figures import AlignedRun, read_run
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 
 
+@pytest.mark.slow
 def test_methods_side_by_side_and_again_from_what_is_kept(tmp_path: Path, monkeypatch) -> None:
     base = AlignConfig(limit=10, batch=25, queries=4, epochs=2)
     found = align.run(1, base, tmp_path)

@@ -157,6 +157,7 @@ def test_quality_has_every_estimator_with_every_allocator(monkeypatch) -> None:
     assert rows[f"early: {quality.BASE}"]["over leaf + equal"] == 1
 
 
+@pytest.mark.slow
 def test_fewer_queries_make_more_steps_at_equal_cost(monkeypatch) -> None:
     monkeypatch.setattr(fewer, "QUERIES", (2, 10))
     monkeypatch.setattr(quality, "BATCH", 4)

@@ -282,6 +282,7 @@ def curved(parameters: Tensor, points: Tensor) -> Tensor:
     return torch.cat([losses.unsqueeze(1), logits], 1)
 
 
+@pytest.mark.slow
 def test_the_mean_is_right_with_jacobians_that_turn_and_fill_the_space() -> None:
     """The first step is taken, the second is looked at: what is remembered is wrong in part."""
     found, theta = [], START + 0.2

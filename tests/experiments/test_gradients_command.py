@@ -83,6 +83,7 @@ def test_ablations_are_compared_with_their_reference() -> None:
     assert rows[1][1] == "none, sigma 0.001"
 
 
+@pytest.mark.slow
 def test_the_command_writes_everything_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,7 @@ def test_training_needs_data(tmp_path: Path) -> None:
         trainer(language_model(), arguments(tmp_path), train_dataset=None).train()
 
 
+@pytest.mark.slow
 def test_processes_share_the_queries_of_the_same_batches(tmp_path: Path) -> None:
     """One process or two: the same steps up to rounding, and the same model on all ranks."""
     script = tmp_path / "script.py"

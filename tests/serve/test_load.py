@@ -15,6 +15,7 @@ def correct(found: dict[str, float]) -> None:
     assert found["MB, last"] - found["MB, first"] < 100
 
 
+@pytest.mark.slow
 def test_a_short_load_has_no_errors() -> None:
     correct(measure(clients=16, seconds=2.0, rows=4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,8 +111,13 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("name", ESTIMATORS)
+def by_cost(problem: str, name: str) -> Any:
+    """Whole models in forward differentiation, or with noise of low rank, take long."""
+    long = problem == "vit" and name in ("jvp-shared", "lozo-shared")
+    return pytest.param(problem, name, marks=pytest.mark.slow if long else ())
+
+
+@pytest.mark.parametrize(("problem", "name"), [by_cost(p, n) for n in ESTIMATORS for p in PROBLEMS])
 def test_mean_is_the_gradient(problem: str, name: str) -> None:
     case = PROBLEMS[problem]()
     queries = 60 if "shared" in name else 150

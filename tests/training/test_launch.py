@@ -69,6 +69,7 @@ def test_torchrun_trains_what_one_process_trains(alone: Path, tmp_path: Path) ->
     assert done.stdout.count("results are in") == 1  # one process speaks
 
 
+@pytest.mark.slow
 def test_the_others_stop_when_one_dies_and_the_run_goes_on_alone(
     alone: Path, tmp_path: Path
 ) -> None:
