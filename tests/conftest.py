@@ -18,6 +18,7 @@ from flops import ES, FZOO, JVP, LOZO, SPSA, Exact, ForwardGradient, Group, Like
 from flops.passes.interrupts import SIGNALS, DeferSignals
 from flops.perturb import random
 
+THREADS = torch.get_num_threads()
 ESTIMATORS = {
     "leaf": LikelihoodRatio(targets="leaf"),
     "block": LikelihoodRatio(),
@@ -40,6 +41,8 @@ ESTIMATORS = {
 
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
+    if torch.get_num_threads() != THREADS:  # a test before it has left another number
+        torch.set_num_threads(THREADS)
     state = torch.get_rng_state()
     torch.manual_seed(1234)
     yield
