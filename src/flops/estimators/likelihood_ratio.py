@@ -14,13 +14,11 @@ ones causes a bias of order sigma^2, like the smoothing itself.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flops.errors import BatchError, CoverageError, PrecisionWarning
 from flops.estimators.base import (
@@ -36,15 +34,14 @@ from flops.estimators.base import (
     Sink,
 )
 from flops.estimators.variance import LeafEnergies, jacobian_energy, users_frame, warn_if_rounding
-from flops.passes.local_vjp import LocalTarget
+from flops.passes.local_vjp import LocalTarget, stage_target, trainable
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
-from flops.passes.structure import Call, Structure
 from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import negative, values
 from flops.perturb.random import KINDS, Kind, NoiseStream
-from flops.subspace.basis import Grid, Space, grid
+from flops.subspace.basis import Space, site_grids
 from flops.subspace.config import Shaping
 from flops.subspace.step import ShapedStep
 
@@ -134,10 +131,10 @@ class LikelihoodRatio(Estimator):
                     "(or only for some data); give the module around it"
                 )
         if self.targets == "stage":
-            local = [_stage(selection.name, modules, calls, passes.structure)]
+            local = [stage_target(selection.name, modules, calls, passes.structure)]
         else:
             local = [
-                LocalTarget(name, call.number, call.number, _trainable(modules[name]))
+                LocalTarget(name, call.number, call.number, trainable(modules[name]))
                 for name, found in calls.items()
                 for call in found
             ]
@@ -294,7 +291,7 @@ class _Shaped(Estimation):
         self._options, self._binding, self._queries = options, binding, queries
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self._device = binding.sites[0].leaf.device
-        grids, mask = _grids(shaping, binding, queries, runner.passes, self._device)
+        grids, mask = site_grids(binding, shaping.mask, runner.passes, queries.memory)
         names = [binding.structure.calls[site.call].name for site in binding.sites]
         space = Space(
             grids,
@@ -381,61 +378,3 @@ def _repeat(binding: Sites, queries: Queries, runner: Runner) -> bool:
     parameters = dict.fromkeys(p for target in binding.local for p in target.parameters)
     smaller = queries.size * binding.size < sum(p.numel() for p in parameters)
     return smaller and runner.local_share(binding) <= CHEAP
-
-
-def _grids(
-    shaping: Shaping, binding: Sites, queries: Queries, passes: Passes, device: torch.device
-) -> tuple[list[Grid], Tensor | None]:
-    """The sites as grids, and a mask of the noise that has an effect.
-
-    Positions are not aligned if there is a padding mask, or if their number has changed between
-    batches.
-    """
-    found = passes.batch.named(shaping.mask)
-    lengths = queries.memory.get("positions", ())
-    if len(lengths) != len(binding.sites):
-        lengths = [None] * len(binding.sites)
-    grids, masks = [], []
-    for site, length in zip(binding.sites, lengths, strict=True):
-        module = passes.modules[binding.structure.calls[site.call].name]
-        g = grid(site, isinstance(module, nn.Conv1d | nn.ConvTranspose1d))
-        tokens = len(site.row_shape) == 2 and not g.channels_first
-        masked = tokens and found is not None and found.shape == (queries.size, g.positions)
-        if masked or length not in (None, g.positions):
-            g = replace(g, aligned=False)
-        grids.append(g)
-        real = torch.ones(queries.size, g.positions, dtype=torch.bool, device=device)
-        if masked and found is not None:
-            real = found.to(device) != 0
-        masks.append(real.unsqueeze(2).expand(-1, -1, g.channels).flatten(1))
-    # 0 for a site whose positions are not aligned: it stays so.
-    queries.memory["positions"] = [g.positions if g.aligned else 0 for g in grids]
-    return grids, None if all(g.aligned for g in grids) else torch.cat(masks, 1)
-
-
-def _stage(
-    group: str,
-    modules: Mapping[str, nn.Module],
-    calls: Mapping[str, list[Call]],
-    structure: Structure,
-) -> LocalTarget:
-    several = [name for name, found in calls.items() if len(found) > 1]
-    if several:
-        raise CoverageError(
-            f"group '{group}': {several} run more than once in a forward pass, so they have "
-            'no single place in a stage; use targets="block"'
-        )
-    order = sorted((found[0] for found in calls.values()), key=lambda call: call.start)
-    for before, after in pairwise(order):
-        if after.start < before.end:
-            raise CoverageError(f"stage '{group}': '{after.name}' runs inside '{before.name}'")
-    parameters = dict.fromkeys(p for m in modules.values() for p in _trainable(m))
-    between = tuple(call.number for call in order[:-1])
-    first, last = order[0], order[-1]
-    inside = [c for c in structure.calls if first.start <= c.start and c.end <= last.end]
-    memory = sum(leaf.row_bytes for call in inside for _, leaf in call.tensors)
-    return LocalTarget(group, first.number, last.number, tuple(parameters), between, memory)
-
-
-def _trainable(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    return tuple(p for p in module.parameters() if p.requires_grad)

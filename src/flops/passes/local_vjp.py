@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,6 +59,46 @@ def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, gradient in more.items():
         # Not in place: autograd may return the same tensor for two parameters.
         into[parameter] = into[parameter] + gradient if parameter in into else gradient
+
+
+def stage_target(
+    group: str,
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, list[Call]],
+    structure: Structure,
+) -> LocalTarget:
+    """The modules of a group as one target with one noise site at its end.
+
+    Args:
+        group: Name of the group.
+        modules: Its modules by name.
+        calls: Their calls.
+        structure: Structure of the forward pass.
+
+    Raises:
+        CoverageError: If a module runs more than once, or inside another one.
+    """
+    several = [name for name, found in calls.items() if len(found) > 1]
+    if several:
+        raise CoverageError(
+            f"group '{group}': {several} run more than once in a forward pass, so they have "
+            'no single place in a stage; use targets="block"'
+        )
+    order = sorted((found[0] for found in calls.values()), key=lambda call: call.start)
+    for before, after in pairwise(order):
+        if after.start < before.end:
+            raise CoverageError(f"stage '{group}': '{after.name}' runs inside '{before.name}'")
+    parameters = dict.fromkeys(p for m in modules.values() for p in trainable(m))
+    between = tuple(call.number for call in order[:-1])
+    first, last = order[0], order[-1]
+    inside = [c for c in structure.calls if first.start <= c.start and c.end <= last.end]
+    memory = sum(leaf.row_bytes for call in inside for _, leaf in call.tensors)
+    return LocalTarget(group, first.number, last.number, tuple(parameters), between, memory)
+
+
+def trainable(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Parameters that require a gradient."""
+    return tuple(p for p in module.parameters() if p.requires_grad)
 
 
 def local_share(

@@ -15,13 +15,14 @@ gradient with this second moment; each derivative *is* a coordinate, without a l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flops.perturb.activations import Site
+from flops.passes.replay import Passes
+from flops.perturb.activations import Site, Sites
 from flops.perturb.random import CPU, Kind, fill
 
 DENSE = 2048  # longest axis with a full matrix
@@ -80,6 +81,43 @@ def grid(site: Site, channels_first: bool) -> Grid:
     if len(shape) == 2:
         return Grid(site.offset, shape[0], shape[1])
     return Grid(site.offset, 1, site.size)
+
+
+def site_grids(
+    sites: Sites, mask: str, passes: Passes, memory: dict[str, Any]
+) -> tuple[list[Grid], Tensor | None]:
+    """The sites of a group as grids, and a mask of the noise that has an effect, or None for all.
+
+    Positions are not aligned if there is a padding mask, or if their number has changed between
+    batches.
+
+    Args:
+        sites: The noise sites.
+        mask: Name of the model's input that is 0 at padding.
+        passes: Passes over the batch.
+        memory: State of the group, in which the numbers of positions are kept.
+    """
+    found, size = passes.batch.named(mask), passes.batch.size
+    lengths = memory.get("positions", ())
+    if len(lengths) != len(sites.sites):
+        lengths = [None] * len(sites.sites)
+    grids, masks = [], []
+    for site, length in zip(sites.sites, lengths, strict=True):
+        module = passes.modules[sites.structure.calls[site.call].name]
+        g = grid(site, isinstance(module, nn.Conv1d | nn.ConvTranspose1d))
+        tokens = len(site.row_shape) == 2 and not g.channels_first
+        masked = tokens and found is not None and found.shape == (size, g.positions)
+        if masked or length not in (None, g.positions):
+            g = replace(g, aligned=False)
+        grids.append(g)
+        device = sites.sites[0].leaf.device
+        real = torch.ones(size, g.positions, dtype=torch.bool, device=device)
+        if masked and found is not None:
+            real = found.to(device) != 0
+        masks.append(real.unsqueeze(2).expand(-1, -1, g.channels).flatten(1))
+    # 0 for a site whose positions are not aligned: it stays so.
+    memory["positions"] = [g.positions if g.aligned else 0 for g in grids]
+    return grids, None if all(g.aligned for g in grids) else torch.cat(masks, 1)
 
 
 @dataclass(frozen=True)
