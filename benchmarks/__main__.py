@@ -42,6 +42,7 @@ PARTS = {
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
     "half": "cosine in half precision by noise scale, over that of single precision",
     "real": "time, first step and memory on SmolLM2-135M and ViT-base beside backpropagation",
+    "last_tokens": "where the gradient of SmolLM2 is, and cosines with noise on the last tokens",
     "align_cost_smollm2": "the same with SmolLM2-135M, batch 8; needs `make real-models`",
 }
 OUTPUT = Path(__file__).with_name("results.json")

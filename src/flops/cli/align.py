@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
-from flops.cli.training import given_settings, print_settings, resumed, run_training
+from flops.cli.training import RunOptions, given_settings
 from flops.tasks.alignment.config import PRESETS, AlignConfig, AlignPreset
 
 
 @dataclass(frozen=True)
-class Align:
+class Align(RunOptions):
     """Align a frozen image encoder with a frozen language model, with forward passes only.
 
     A linear adapter maps image features to a visual token, which the language model reads before
@@ -35,16 +34,6 @@ class Align:
     preset: AlignPreset | None = None
     """Preset of settings: tiny, SmolLM2-135M, or the paper's. The configuration file and other
     options override it."""
-    config: Path | None = None
-    """File with settings, .json or .toml; names are those of the options, with _ for -."""
-    resume: Path | None = None
-    """Resume the run in this folder, with its settings. On the same machine, with the same library
-    versions and number of threads, the result is bit-identical to an uninterrupted run; otherwise
-    it differs by rounding, and a warning names what changed."""
-    checkpoint: Literal["last", "previous"] = "last"
-    """Checkpoint to resume from: the last intact one, or the one before it."""
-    print_config: bool = False
-    """Print all settings as JSON and stop."""
     settings: tyro.conf.OmitArgPrefixes[AlignConfig] = field(default_factory=AlignConfig)
 
     @classmethod
@@ -54,13 +43,7 @@ class Align:
 
     def run(self) -> None:
         """Train, and print the folder of the results."""
-        if self.print_config:
-            print_settings(self.settings)
-            return
-        settings = self.settings
-        if self.resume is not None:
-            settings = resumed(settings, self.resume, (self.config, self.preset))
-        run_training(settings, "align", self.resume is not None, self.checkpoint)
+        self.train(self.settings, self.preset, "align")
 
 
 def subcommand(arguments: Sequence[str]) -> Any:

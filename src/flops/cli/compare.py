@@ -28,21 +28,21 @@ TEXT = TextConfig()
 # Of those that there are; DeepZero prunes every matrix first, n-spsa and ops-spsa are of images.
 WANTED = ("bp", "bp+lora", "mezo", "fzoo", "lozo", "lr", "ops-lr", "shaped-lr", "shaped-lr+lora")
 TEXT_METHODS = (ZERO_SHOT, *(m for m in WANTED if m.partition("+")[0] in METHODS))
-# Meant for a few hours on two cores: the last layers alone, a small batch, a short sweep at one
-# sigma, 100 steps.
+# All layers, a small batch, a short sweep at one sigma, 60 steps: hours on two cores.
 TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "smollm2": {
         "model": "smollm2",
         "data": "sentences",
-        "steps": 100,
-        "sweep_steps": 25,
+        "steps": 60,
+        "sweep_steps": 15,
         "seeds": 3,
-        "learning_rates": (1e-5, 1e-4, 1e-3),
-        "sigmas": (1e-3,),
-        "batch": 16,
-        "queries": 8.0,
-        "train_last": 8,
+        "learning_rates": (2e-5, 2e-4, 2e-3),
+        "sigmas": (1e-2,),
+        "batch": 8,
+        "queries": 16.0,
+        "chunk": 8,
+        "train_last": 30,
         "max_tokens": 32,
         "output": Path("runs/compare-smollm2"),
     },

@@ -8,52 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
-from flops.cli.training import (
-    chosen_task,
-    given_settings,
-    print_settings,
-    resumed,
-    run_training,
-)
+from flops.cli.training import RunOptions, chosen_task, given_settings
 from flops.tasks.classification.config import PRESETS, FinetuneConfig, FinetunePreset
 from flops.tasks.text import TextConfig
 from flops.tasks.text.config import PRESETS as TEXT_PRESETS
 from flops.tasks.text.config import TextPreset
-from flops.training.config import RunConfig
 
 
 @dataclass(frozen=True)
-class _Finetune:
-    """Options of both tasks besides their settings."""
-
-    config: Path | None = None
-    """File with settings, .json or .toml; names are those of the options, with _ for -."""
-    resume: Path | None = None
-    """Resume the run in this folder, with its settings. On the same machine, with the same library
-    versions and number of threads, the result is bit-identical to an uninterrupted run; otherwise
-    it differs by rounding, and a warning names what changed."""
-    checkpoint: Literal["last", "previous"] = "last"
-    """Checkpoint to resume from: the last intact one, or the one before it."""
-    print_config: bool = False
-    """Print all settings as JSON and stop."""
-
-    def train(self, settings: RunConfig, preset: str | None) -> None:
-        """Train, and print the folder of the results."""
-        if self.print_config:
-            print_settings(settings)
-            return
-        if self.resume is not None:
-            settings = resumed(settings, self.resume, (self.config, preset))
-        run_training(settings, "finetune", self.resume is not None, self.checkpoint)
-
-
-@dataclass(frozen=True)
-class Finetune(_Finetune):
+class Finetune(RunOptions):
     """Fine-tune an image classifier, or a language model (--task text), with forward passes only.
 
     Without options: the bundled vision transformer on handwritten digits with shaped-lr, in a few
@@ -81,11 +48,11 @@ class Finetune(_Finetune):
 
     def run(self) -> None:
         """Train, and print the folder of the results."""
-        self.train(self.settings, self.preset)
+        self.train(self.settings, self.preset, "finetune")
 
 
 @dataclass(frozen=True)
-class FinetuneText(_Finetune):
+class FinetuneText(RunOptions):
     """Fine-tune a language model on texts with forward passes only.
 
     Without other options: the bundled tiny Llama learns to tell captions of garments from others,
@@ -113,7 +80,7 @@ class FinetuneText(_Finetune):
 
     def run(self) -> None:
         """Train, and print the folder of the results."""
-        self.train(self.settings, self.preset)
+        self.train(self.settings, self.preset, "finetune")
 
 
 Command = Finetune | FinetuneText

@@ -8,8 +8,9 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -17,6 +18,31 @@ from flops.training.config import ConfigError, RunConfig, Settings, preset_setti
 from flops.training.console import closing, display_for
 from flops.training.loop import train
 from flops.training.run_directory import check_run, is_run, new_folder, read_settings
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of the training commands besides their settings."""
+
+    config: Path | None = None
+    """File with settings, .json or .toml; names are those of the options, with _ for -."""
+    resume: Path | None = None
+    """Resume the run in this folder, with its settings. On the same machine, with the same library
+    versions and number of threads, the result is bit-identical to an uninterrupted run; otherwise
+    it differs by rounding, and a warning names what changed."""
+    checkpoint: Literal["last", "previous"] = "last"
+    """Checkpoint to resume from: the last intact one, or the one before it."""
+    print_config: bool = False
+    """Print all settings as JSON and stop."""
+
+    def train(self, settings: RunConfig, preset: str | None, command: str) -> None:
+        """Train, and print the folder of the results."""
+        if self.print_config:
+            print_settings(settings)
+            return
+        if self.resume is not None:
+            settings = resumed(settings, self.resume, (self.config, preset))
+        run_training(settings, command, self.resume is not None, self.checkpoint)
 
 
 def given_settings(

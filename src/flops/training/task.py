@@ -8,9 +8,10 @@ are shared.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import singledispatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.rows import Ranks
 from flops.training.config import RunConfig
 from flops.training.progress import Evaluation
+
+S = TypeVar("S", bound="TaskSplit")
 
 
 class TaskSplit(Protocol):
@@ -52,6 +55,18 @@ class TaskData(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Splits(Generic[S]):
+    """Three splits in the form that a model takes, and their metadata."""
+
+    train: S
+    validation: S
+    test: S
+    classes: tuple[str, ...]
+    name: str
+    notes: tuple[str, ...] = ()
 
 
 class Task(Protocol):

@@ -27,7 +27,7 @@ from flops.tasks.data.pairs import PairSplit, load_pairs
 from flops.tasks.data.splits import BrokenImageError
 from flops.training.methods import engine, estimator
 from flops.training.progress import Evaluation
-from flops.training.task import open_task
+from flops.training.task import Splits, open_task
 
 SHUFFLE = 0x5FFE  # stream of the shuffled images, distinct from other uses of the seed
 PAD = 8  # free captions are padded to a multiple of this, so that few lengths occur
@@ -50,18 +50,6 @@ class Encoded:
     def __len__(self) -> int:
         """Number of points."""
         return len(self.pairs)
-
-
-@dataclass(frozen=True)
-class EncodedData:
-    """Three encoded splits and their metadata."""
-
-    train: Encoded
-    validation: Encoded
-    test: Encoded
-    classes: tuple[str, ...]
-    name: str
-    notes: tuple[str, ...]
 
 
 class Alignment:
@@ -103,7 +91,7 @@ class Alignment:
         model.reset_adapter(features, config.seed)
         return model.to(self.device).eval()
 
-    def _encoded(self, encoder: Encoder) -> EncodedData:
+    def _encoded(self, encoder: Encoder) -> Splits[Encoded]:
         """All features, computed once; with `shuffled`, training images are permuted."""
         pairs, encoder_model = self.pairs, encoder.model.to(self.device)
         train, validation, test = (
@@ -114,7 +102,7 @@ class Alignment:
             source = generator(self.config.seed, 0, SHUFFLE)
             order = torch.randperm(len(train.features), generator=source)
             train = Encoded(train.pairs, train.features[order], train.tokens)
-        return EncodedData(train, validation, test, pairs.classes, pairs.name, pairs.notes)
+        return Splits(train, validation, test, pairs.classes, pairs.name, pairs.notes)
 
     def _split(self, split: PairSplit, encoder: Encoder) -> Encoded:
         features, broken = [], set()

@@ -18,13 +18,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smollm2": {
         "model": "smollm2",
         "data": "sentences",
-        "batch": 16,
+        "batch": 8,
         "max_tokens": 32,
-        "train_last": 8,
-        "epochs": 3,
-        "learning_rate": 3e-4,
-        "queries": 8,
-        "chunk": 16,
+        "train_last": 30,  # all layers; the embeddings stay as they are
+        "epochs": 1,
+        "learning_rate": 2e-5,
+        "sigma": (1e-2,),  # activations of the later layers are large
+        "queries": 16,
+        "chunk": 8,
     },
 }
 assert tuple(PRESETS) == get_args(TextPreset)

@@ -29,7 +29,7 @@ from flops.tasks.text.prompts import (
 )
 from flops.training.methods import engine
 from flops.training.progress import Evaluation
-from flops.training.task import open_task
+from flops.training.task import Splits, open_task
 
 ROWS = 32  # texts per pass of an evaluation
 
@@ -51,18 +51,6 @@ class TokenSplit:
     def __len__(self) -> int:
         """Number of points."""
         return len(self.tokens)
-
-
-@dataclass(frozen=True)
-class TokenData:
-    """Three splits as tokens, and their metadata."""
-
-    train: TokenSplit
-    validation: TokenSplit
-    test: TokenSplit
-    classes: tuple[str, ...]
-    name: str
-    notes: tuple[str, ...]
 
 
 class Text:
@@ -117,11 +105,11 @@ class Text:
         self.model = self._text.model.to(device)
         self._width = 1 + max(map(len, self.data.train.tokens))
 
-    def _tokens(self, data: TextData) -> TokenData:
+    def _tokens(self, data: TextData) -> Splits[TokenSplit]:
         train, validation, test = (
             self._split(split) for split in (data.train, data.validation, data.test)
         )
-        return TokenData(train, validation, test, data.classes, data.name, data.notes)
+        return Splits(train, validation, test, data.classes, data.name, data.notes)
 
     def _split(self, split: TextSplit) -> TokenSplit:
         if self.objective != "completion":
