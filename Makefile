@@ -36,7 +36,7 @@ test: $(VENV)/.installed ## Run the tests (minutes)
 BITS := $(BIN)/python -m pytest -q -m "bits and not slow"
 test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two lower CPU capability levels
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive ATEN_CPU_CAPABILITY=avx2 \
-		MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BITS)
+		MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BITS) -n 2 --dist worksteal
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE \
 		ONEDNN_MAX_CPU_ISA=SSE41 $(BITS) -n 3 --dist worksteal
 

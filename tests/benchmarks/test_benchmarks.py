@@ -137,6 +137,7 @@ def test_ours_never_drifts(batch) -> None:
     assert found["ours: MeZO"] == 0 < found["plain MeZO loop"]
 
 
+@pytest.mark.slow
 def test_engines_of_peers_cost_about_the_same(batch) -> None:
     model = bundled_vit().requires_grad_(False)
     model.vit.layers.requires_grad_(True)
@@ -146,6 +147,7 @@ def test_engines_of_peers_cost_about_the_same(batch) -> None:
         assert cost == pytest.approx(32, rel=0.15), name
 
 
+@pytest.mark.slow
 def test_quality_has_every_estimator_with_every_allocator(monkeypatch) -> None:
     monkeypatch.setattr(quality, "QUERIES", 2)
     monkeypatch.setattr(quality, "BATCH", 4)

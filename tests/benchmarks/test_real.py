@@ -150,6 +150,7 @@ def test_memory_of_every_row(name, monkeypatch) -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_rows_run_in_processes_of_their_own_and_failures_are_told(capsys) -> None:
     results = real.run(("bp", "nothing"), ("tiny",), what=("memory",))
     assert results["tiny: bp"]["adds / bp"] == 1

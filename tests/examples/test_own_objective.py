@@ -27,6 +27,7 @@ def url() -> Iterator[str]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_it_gets_better_also_when_it_is_killed_and_pays_once(url, tmp_path) -> None:
     command = [sys.executable, str(EXAMPLES / "own_objective.py"), url, str(tmp_path / "journal")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:

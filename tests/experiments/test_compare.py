@@ -148,6 +148,7 @@ def test_each_table_has_the_run_that_was_tuned_for_it(
     assert sum(e["test"] is not None for e in by_rate[1e-2]["curve"]) == 1
 
 
+@pytest.mark.slow
 def test_targets_can_be_chosen_and_older_results_are_still_read(tmp_path: Path) -> None:
     options = ("--methods", "lr", "--seeds", "1", "--targets", "block")
     run(tmp_path, *options)
@@ -165,6 +166,7 @@ def test_targets_can_be_chosen_and_older_results_are_still_read(tmp_path: Path) 
     assert other.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_comparison_can_start_from_a_model_that_knows_its_task(tmp_path: Path) -> None:
     start = str(tmp_path / "start")
     training = ("--epochs", "8", "--limit", "64", "--seed", "5")  # a head that no run draws again

@@ -130,6 +130,7 @@ def test_the_command_writes_everything_and_resumes(
     assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")} == written
 
 
+@pytest.mark.slow
 def test_targets_and_a_model_of_ones_own(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2}

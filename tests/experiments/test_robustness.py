@@ -156,6 +156,7 @@ def test_a_training_that_was_killed_goes_on(copy: Path, computed: Computed) -> N
     assert read_run(gone).digest == run.digest
 
 
+@pytest.mark.slow
 def test_run_folders_give_the_same_tables(done: Path, tmp_path: Path) -> None:
     study(tmp_path, "--runs", *runs_of(done))
     assert (tmp_path / "tables.md").read_bytes() == (done / "tables.md").read_bytes()

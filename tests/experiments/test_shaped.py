@@ -16,6 +16,7 @@ from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
 from flops.experiments.shaped_training import TrainingRun, mean_cosines, train
 
 
+@pytest.mark.slow
 def test_updates_along_the_exact_gradient_are_those_of_backpropagation() -> None:
     both = [
         train(TrainingRun(method, queries=2, every=2, follow="exact", most=3, seed=1))

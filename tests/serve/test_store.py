@@ -98,6 +98,7 @@ def test_no_answer_leaves_before_it_is_in_the_ledger(server) -> None:
         assert client.usage()["requests"] == before + 1
 
 
+@pytest.mark.slow
 def test_whoever_does_not_fit_into_the_queue_is_told_to_come_back(tmp_path) -> None:
     """The store is held, so the first request stays; there is room for one."""
     with (
@@ -122,6 +123,7 @@ def test_whoever_does_not_fit_into_the_queue_is_told_to_come_back(tmp_path) -> N
             assert not second.result().replayed
 
 
+@pytest.mark.slow
 def test_a_second_service_may_not_have_the_ledger(server) -> None:
     command = [sys.executable, "-m", "flops", "serve", "--port", "0"]
     found = subprocess.run(

@@ -164,6 +164,7 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupStep, "write", written)
 
 
+@pytest.mark.slow
 def test_pooled_pilots_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all traces are alike, raw pilots turn their own noise into counts."""
     problem, allocator = Problem(alike=True), Neyman(pilot=1, shrink=False)

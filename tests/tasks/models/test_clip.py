@@ -187,6 +187,7 @@ def test_the_bundled_clip_knows_garments_but_not_in_haze(bundled: PromptedClip) 
     assert 0.4 < accuracy(bundled, shift=True) < 0.6
 
 
+@pytest.mark.slow
 def test_prompts_undo_the_haze_by_backpropagation(bundled: PromptedClip) -> None:
     split = fashion_shots().train
     images = bundled.prepare(split.pixels)
