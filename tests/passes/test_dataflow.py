@@ -7,9 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flops import ForwardGradient, Group, LikelihoodRatio
+from flops.passes.batch import Batch
 from flops.passes.replay import Prefix
+from flops.passes.structure import inspect
 from tests.conftest import flat, gradients, squared
 from tests.support.replaying import UNet, stack, stateful
 
@@ -223,3 +226,51 @@ def test_the_random_state_and_the_model_are_left_alone(make: Callable[[], nn.Mod
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+class Watched(nn.Linear):
+    """Counts how many inputs of its kind are in memory."""
+
+    def __init__(self, made: list[StorageWeakRef], counts: list[int]) -> None:
+        super().__init__(4, 4)
+        self.made, self.counts = made, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts.append(sum(not ref.expired() for ref in self.made))
+        self.made.append(StorageWeakRef(x.untyped_storage()))  # of the one before, maybe a copy
+        return super().forward(x)
+
+
+@torch.no_grad()
+def test_outputs_are_freed_while_the_pass_is_traced() -> None:
+    made: list[StorageWeakRef] = []
+    counts: list[int] = []
+    model = nn.Sequential(*(Watched(made, counts) for _ in range(7)), nn.Linear(4, 2))
+    batch = Batch(torch.randn(3, 4), torch.randn(3, 2), squared)
+    inspect(model, dict(model.named_modules()), batch, {})
+    assert len(counts) == 2 * 7
+    assert max(counts) <= 1
+
+
+class Overwrites(nn.Module):
+    """Modifies the output of its first module after it has returned."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.in_place = nn.Linear(4, 4), nn.Linear(4, 2), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(hidden.mul_(2) if self.in_place else hidden * 2)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_outputs_modified_later_are_noticed(in_place: bool) -> None:
+    model = Overwrites(in_place).double()
+    fg = ForwardGradient(
+        model, squared, [Group(name, LikelihoodRatio()) for name in ("first", "last")]
+    )
+    with fg.session(torch.randn(3, 4).double(), torch.randn(3, 2).double()) as session:
+        calls = {call.name: call for call in session.layout.structure.calls}
+    assert calls["first"].mutated == in_place
+    assert not calls["last"].mutated

@@ -314,13 +314,25 @@ class _Recorder:
     def _note(self, call: Call, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                self._versions.append((call, leaf, _version(leaf)))
+                self._versions.append((call, self._counter(leaf), _version(leaf)))
             elif not isinstance(leaf, _CONSTANTS):
                 call.replayable = False
         call.leaves = _describe(leaves)
 
+    def _counter(self, tensor: Tensor) -> Tensor:
+        """A tensor that has the same version counter but no memory: the other may be freed."""
+        paused, self.meter.paused = self.meter.paused, True
+        try:
+            counter = tensor.detach()
+            counter.data = tensor.new_empty(0)
+        except (RuntimeError, NotImplementedError):  # an inference tensor, or a wrapper
+            return tensor
+        finally:
+            self.meter.paused = paused
+        return counter
+
     def close(self) -> None:
-        """Detect outputs modified in place, and free the tensors."""
+        """Detect outputs modified in place."""
         for call, tensor, version in self._versions:
             call.mutated = call.mutated or _version(tensor) != version
         self._versions.clear()
