@@ -28,7 +28,7 @@ TEXT = TextConfig()
 # Of those that there are; DeepZero prunes every matrix first, n-spsa and ops-spsa are of images.
 WANTED = ("bp", "bp+lora", "mezo", "fzoo", "lozo", "lr", "ops-lr", "shaped-lr", "shaped-lr+lora")
 TEXT_METHODS = (ZERO_SHOT, *(m for m in WANTED if m.partition("+")[0] in METHODS))
-# All layers, a small batch, a short sweep at one sigma, 60 steps: hours on two cores.
+# All layers, a small batch, a short sweep, 60 steps: hours on two cores.
 TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "smollm2": {
@@ -38,7 +38,7 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
         "sweep_steps": 15,
         "seeds": 3,
         "learning_rates": (2e-5, 2e-4, 2e-3),
-        "sigmas": (1e-2,),
+        "sigmas": (1e-3, 1e-2),  # MeZO's for parameters; activations of the later layers are large
         "batch": 8,
         "queries": 16.0,
         "chunk": 8,
