@@ -59,7 +59,7 @@ class TaskData(Protocol):
 
 @dataclass(frozen=True)
 class Splits(Generic[S]):
-    """Three splits in the form that a model takes, and their metadata."""
+    """Three splits of one kind, and their metadata."""
 
     train: S
     validation: S

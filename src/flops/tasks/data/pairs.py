@@ -24,6 +24,7 @@ from flops.tasks.data.fashion import fashion_shots
 from flops.tasks.data.folders import EXTENSIONS, Files
 from flops.tasks.data.pixels import ImageFormat
 from flops.tasks.data.splits import ImageSplit, LazySplit, Listing, StoredSplit, hold_out
+from flops.training.task import Splits
 
 if TYPE_CHECKING:
     pass
@@ -84,16 +85,7 @@ class PairSplit:
         )
 
 
-@dataclass(frozen=True)
-class PairData:
-    """Three splits of pairs and their metadata."""
-
-    train: PairSplit
-    validation: PairSplit
-    test: PairSplit
-    classes: tuple[str, ...]
-    name: str
-    notes: tuple[str, ...] = ()
+PairData = Splits[PairSplit]
 
 
 def load_pairs(

@@ -22,6 +22,7 @@ from flops.tasks.data.hub import DatasetSource, is_dataset, name_splits, open_ta
 from flops.tasks.data.splits import SPLIT_WORDS, hold_out
 from flops.tasks.models.language import REAL_MODELS
 from flops.tasks.text import garments
+from flops.training.task import Splits
 
 EMBEDDED = "garments"
 SENTENCES = "sentences"  # `make real-models` brings them
@@ -58,20 +59,14 @@ class TextSplit:
 
 
 @dataclass(frozen=True)
-class TextData:
-    """Three splits and their metadata.
+class TextData(Splits[TextSplit]):
+    """Three splits of texts and their metadata.
 
     Attributes:
         template: Prompt of a named data set; None for another.
         words: Its label words by class; empty for another.
     """
 
-    train: TextSplit
-    validation: TextSplit
-    test: TextSplit
-    classes: tuple[str, ...]
-    name: str
-    notes: tuple[str, ...] = ()
     template: str | None = None
     words: Mapping[str, str] | None = None
 
