@@ -20,6 +20,7 @@ import difflib
 import hashlib
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -176,6 +178,7 @@ class Copy:
     def __init__(self, folder: Path, limit: float) -> None:
         self._folder, self._limit = folder, limit
         self._broken: dict[tuple[str, ...], tuple[list[str], float]] = {}
+        self._process: subprocess.Popen[str] | None = None
         shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
 
     @property
@@ -201,6 +204,11 @@ class Copy:
         finally:
             target.write_bytes(source)
         return Result(mutant.name, outcome, round(time.monotonic() - started, 1), by)
+
+    def stop(self) -> None:
+        """End the tests in flight."""
+        if self._process is not None and self._process.poll() is None:
+            _end(self._process)
 
     def _baseline(self, tests: list[str]) -> tuple[list[str], float]:
         """Tests that fail without a change, and the time of all tests."""
@@ -236,14 +244,12 @@ class Copy:
             encoding="utf-8",
             start_new_session=True,
         ) as process:
+            self._process = process
             try:
                 output, _ = process.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
                 _end(process)
                 return None, process.communicate()[0]
-            except BaseException:
-                _end(process)
-                raise
         return process.returncode, output
 
 
@@ -305,8 +311,18 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=600, help="time limit of a test run in seconds"
     )
+    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/mutants"), help="folder")
     return parser.parse_args()
+
+
+def _run(free: queue.SimpleQueue[Copy], mutant: Mutant) -> Result:
+    """Run a mutant in a copy that no other one uses."""
+    copy = free.get()
+    try:
+        return copy.run(mutant)
+    finally:
+        free.put(copy)
 
 
 def main() -> None:
@@ -325,20 +341,30 @@ def main() -> None:
     if asked.sample is not None and asked.sample < len(mutants):
         chosen = random.Random(asked.seed).sample(mutants, asked.sample)
     print(f"{len(chosen)} of {len(mutants)} mutants", flush=True)
+    waiting = [m for m in chosen if m.name not in results]
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Copy(Path(scratch), asked.limit)
-        for number, mutant in enumerate(chosen):
-            if mutant.name not in results:
-                results[mutant.name] = result = copy.run(mutant)
-                with journal.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
-                place = f"{mutant.file}:{mutant.line}"
-                print(
-                    f"{number + 1}/{len(chosen)} {result.outcome} {place} {result.seconds} s",
-                    flush=True,
-                )
-            text = report(chosen, results, copy.broken)
-            (asked.output / "report.md").write_text(text, encoding="utf-8")
+        copies = [Copy(Path(scratch, str(i)), asked.limit) for i in range(asked.workers)]
+        free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for copy in copies:
+            free.put(copy)
+        with ThreadPoolExecutor(asked.workers) as pool:
+            running = {pool.submit(_run, free, mutant): mutant for mutant in waiting}
+            try:
+                for number, future in enumerate(as_completed(running)):
+                    mutant, result = running[future], future.result()
+                    results[mutant.name] = result
+                    with journal.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(asdict(result)) + "\n")
+                    place = f"{mutant.file}:{mutant.line} {result.seconds} s"
+                    print(f"{number + 1}/{len(waiting)} {result.outcome} {place}", flush=True)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for copy in copies:
+                    copy.stop()
+                raise
+    broken = sorted({test for copy in copies for test in copy.broken})
+    text = report(chosen, results, broken)
+    (asked.output / "report.md").write_text(text, encoding="utf-8")
     print(f"written to {asked.output / 'report.md'}")
 
 

@@ -205,6 +205,7 @@ def test_ctrl_c_stops_it_and_says_how_to_go_on(server, tmp_path) -> None:
     assert paid(tmp_path) == charged(server.ledger) - before
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_the_number_of_threads_changes_nothing(server, tmp_path) -> None:
     found = []

@@ -84,7 +84,7 @@ def test_an_exception_at_any_call_changes_nothing(name: str, error: type[BaseExc
     probe = total - bomb.calls  # calls that only a new kind of input needs
     assert total >= 20
     values = copy.deepcopy(model.state_dict())
-    for at in range(1, total + 1):
+    for at in range(1, total + 1, 1 if error is Boom else 3):
         fg = engine()
         bomb.at = at
         try:

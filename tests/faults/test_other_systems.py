@@ -23,6 +23,7 @@ print(*sys.version_info[:2], sep=".")
 """
 
 
+@pytest.mark.slow
 def test_all_works_without_what_windows_lacks(tmp_path: Path) -> None:
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     ran = subprocess.run(

@@ -67,7 +67,6 @@ def gone(process: int) -> bool:
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-@pytest.mark.bits
 def test_the_tuner_is_killed(server, unbroken, tmp_path) -> None:
     chance, before = random.Random(1), charged(server.ledger)
     arguments = command(tmp_path, "--url", server.url)
@@ -236,6 +235,7 @@ def moved(
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_run_is_killed_and_goes_on_as_on_other_machines(server, tmp_path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "moved"

@@ -159,6 +159,7 @@ def flip(path: Path, table: str, name: str) -> None:
     ledger.close()
 
 
+@pytest.mark.slow
 def test_what_has_changed_on_disk_is_noticed_and_not_paid_for_again(tmp_path) -> None:
     with Server(tmp_path) as server:
         with server.client(attempts=1) as client:
@@ -245,6 +246,7 @@ def test_a_full_disk_is_survived(tmp_path) -> None:
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_is_no_database_any_more_is_no_crash(tmp_path) -> None:
     with Server(tmp_path) as server:
         with server.client(attempts=1) as client:

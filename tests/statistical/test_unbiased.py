@@ -112,8 +112,9 @@ ESTIMATORS = {
 
 
 def by_cost(problem: str, name: str) -> Any:
-    """Whole models in forward differentiation, or with noise of low rank, take long."""
-    long = problem == "vit" and name in ("jvp-shared", "lozo-shared")
+    """Parameter noise on whole models takes long; the smallest one has all estimators."""
+    shared = problem == "vit" and "shared" in name
+    long = shared or (problem == "cnn" and name in ("jvp-shared", "lozo-shared"))
     return pytest.param(problem, name, marks=pytest.mark.slow if long else ())
 
 

