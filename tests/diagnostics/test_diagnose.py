@@ -91,6 +91,7 @@ def test_shared_draws_and_exact_groups() -> None:
     assert [(r.group, r.allocator) for r in found.allocators] == [("shared", "equal")]
 
 
+@pytest.mark.slow
 def test_theorem_1_orders_allocations_by_the_objective() -> None:
     rows = sorted(theorem1(repeats=400, progress=False), key=lambda r: r.objective)
     assert [r.bound for r in rows] == sorted((r.bound for r in rows), reverse=True)
