@@ -46,7 +46,7 @@ def learned(
     """Moments of both axes, gradient and report of the last step."""
     torch.manual_seed(5)
     model = Site().double()
-    estimator = LikelihoodRatio(sigma, shaping=Shaping())
+    estimator = LikelihoodRatio(sigma, shaping=Shaping(outputs=False))
     group = Group(model.target, estimator, QUERIES, name="site")
     fg = ForwardGradient(model, loss, group)
     for _ in range(steps):
@@ -102,7 +102,9 @@ def test_points_well_above_rounding_teach_however_weak_they_are(sigma: float) ->
 def test_an_isotropic_step_has_the_error_of_isotropic_noise(queries: int) -> None:
     """Energy |g|^2, which the mean of w^2 estimates, and d |g|^2 over the number of draws."""
     (x, g), model = batch(), Site().double()
-    group = Group(model.target, LikelihoodRatio(1e-3, shaping=Shaping()), queries, name="site")
+    group = Group(
+        model.target, LikelihoodRatio(1e-3, shaping=Shaping(outputs=False)), queries, name="site"
+    )
     fg = ForwardGradient(model, linear, group)
     with fg.session(x, g) as session:
         given = session.queries("site", fg.key(0), {})

@@ -44,7 +44,9 @@ def test_where_all_directions_are_asked_the_ridge_stays() -> None:
     """Three outputs and six queries: no ridge is better than another but by rounding."""
     torch.manual_seed(0)
     model = Words().double()
-    group = Group(model.late, LikelihoodRatio(targets="stage", shaping=Shaping()), 6, name="late")
+    group = Group(
+        model.late, LikelihoodRatio(targets="stage", shaping=Shaping(outputs=False)), 6, name="late"
+    )
     model.table.requires_grad_(False)
     model.early.requires_grad_(False)
     fg = ForwardGradient(model, losses, [group])
@@ -90,7 +92,12 @@ def test_a_large_site_learns_from_its_sketch() -> None:
     late = []
     for dense in (True, False):
         groups = [
-            Group(model[0], LikelihoodRatio(1e-6, shaping=Shaping()), queries=8, name="site"),
+            Group(
+                model[0],
+                LikelihoodRatio(1e-6, shaping=Shaping(outputs=False)),
+                queries=8,
+                name="site",
+            ),
             Group(model[1], LikelihoodRatio(), queries=2),
         ]
         fg = ForwardGradient(model, squared, groups)

@@ -61,7 +61,7 @@ def test_in_the_right_subspace_the_estimate_is_exact() -> None:
 def test_with_pairs_it_is_exact_to_rounding() -> None:
     """Pairs cancel the curvature, so that sigma may be large and rounding small."""
     model, x, y = planted()
-    estimator = LikelihoodRatio(1e-3, baseline="antithetic", shaping=Shaping())
+    estimator = LikelihoodRatio(1e-3, baseline="antithetic", shaping=Shaping(outputs=False))
     fg = ForwardGradient(model, squared, [Group(model.target, estimator, 8, name="site")])
     fg.memory["site"] = known(model.reads @ model.reads.T, explained_variance=1.0)
     truth = flat(exact(model, squared, x, y))
@@ -70,7 +70,7 @@ def test_with_pairs_it_is_exact_to_rounding() -> None:
 
 def test_a_learned_subspace_converges_towards_rounding() -> None:
     model, x, y = planted()
-    estimator = LikelihoodRatio(1e-3, baseline="antithetic", shaping=Shaping())
+    estimator = LikelihoodRatio(1e-3, baseline="antithetic", shaping=Shaping(outputs=False))
     fg = ForwardGradient(model, squared, [Group(model.target, estimator, 16, name="site")])
     truth = flat(exact(model, squared, x, y))
     errors = [float((step(fg, x, y) - truth).norm() / truth.norm()) for _ in range(220)]
@@ -99,7 +99,7 @@ def test_explained_variance_of_a_learned_subspace_is_the_true_one() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 10)).double()
     x, y = torch.randn(16, 6).double(), torch.randn(16, 10).double()
-    estimator = LikelihoodRatio(1e-7, shaping=Shaping())
+    estimator = LikelihoodRatio(1e-7, shaping=Shaping(outputs=False))
     groups = [
         Group(model[0], estimator, queries=8, name="site"),
         Group(model[2], LikelihoodRatio(), queries=2),
@@ -179,7 +179,7 @@ def test_convolutional_and_several_sites_run() -> None:
 
     model = Net().double()
     x, y = torch.randn(4, 1, 4, 4).double(), torch.randn(4, 2).double()
-    estimator = LikelihoodRatio(1e-6, shaping=Shaping())
+    estimator = LikelihoodRatio(1e-6, shaping=Shaping(outputs=False))
     fg = ForwardGradient(model, squared, [Group([model.a, model.b], estimator, queries=12)])
     truth = flat(exact(model, squared, x, y))
     found = [cosine(step(fg, x, y), truth) for _ in range(30)]

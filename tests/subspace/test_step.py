@@ -54,7 +54,7 @@ def test_very_many_queries_of_a_point_stay_cheap() -> None:
 
 def test_diagnose_shows_shaped_sites() -> None:
     model, x, y = planted()
-    estimator = LikelihoodRatio(1e-6, shaping=Shaping())
+    estimator = LikelihoodRatio(1e-6, shaping=Shaping(outputs=False))
     groups = [Group(model.target, estimator, queries=8, name="site")]
     found = diagnose(model, squared, x, y, groups=groups, repeats=3, sigmas=())
     (row,) = found.shaping

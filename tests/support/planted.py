@@ -30,7 +30,7 @@ def planted(tokens: int = 1) -> tuple[Planted, Tensor, Tensor]:
 
 
 def engine(model: nn.Module, queries: int, shaping: Shaping | None = None, **options):
-    estimator = LikelihoodRatio(1e-7, shaping=shaping or Shaping())
+    estimator = LikelihoodRatio(1e-7, shaping=shaping or Shaping(outputs=False))
     groups = [Group(model.target, estimator, queries=queries, name="site")]
     return ForwardGradient(model, squared, groups, **options)
 

@@ -54,6 +54,7 @@ from flops.passes.checks import (
 )
 from flops.passes.intercept import Claim
 from flops.passes.interrupts import Atomic, DeferSignals
+from flops.passes.loss_view import LossView, loss_view
 from flops.passes.replay import Passes
 
 SCHEMA = 2
@@ -117,6 +118,7 @@ class ForwardGradient:
         self._reads = any(g.estimator.reads_clean for g in self.groups) or not all(
             isinstance(allocator, Equal) for allocator in self.allocators.values()
         )
+        self._reads_outputs = any(g.estimator.reads_outputs for g in self.groups)
         embed = any(a.wants_embeddings for a in self.allocators.values())
         self._layouts = Layouts(self.model, self.modules, self.groups, reuse, embedding, embed)
 
@@ -263,10 +265,10 @@ class ForwardGradient:
                     chunk = self.chunk or layout.chunk(batch.size)
                     reads = not skip or self._reads_clean(layout)
                     with torch.no_grad():
-                        losses, record = self._clean(passes, layout, reads, state, ranks)
+                        losses, record, view = self._clean(passes, layout, reads, state, ranks)
                         clean = float(batch.size) if reads else 0.0
                         yield Session(
-                            layout, passes, record, losses, places, chunk, ranks, clean, probe
+                            layout, passes, record, losses, places, chunk, ranks, clean, probe, view
                         )
                     check_deterministic(state, self.modules)
             finally:
@@ -274,16 +276,19 @@ class ForwardGradient:
 
     def _clean(
         self, passes: Passes, layout: Layout, reads: bool, state: RandomState, ranks: Ranks
-    ) -> tuple[Tensor, dict[int, list[Any]]]:
-        """Losses and recorded outputs of the clean pass; NaN if there is none."""
+    ) -> tuple[Tensor, dict[int, list[Any]], LossView | None]:
+        """Losses, recorded calls and the loss's view of the clean pass; NaN if there is none."""
         if not reads:
             dtype = layout.structure.losses.dtype
-            return torch.full((passes.batch.size,), torch.nan, dtype=dtype), {}
-        losses, record = passes.clean(layout.needed, layout.embedding)
+            return torch.full((passes.batch.size,), torch.nan, dtype=dtype), {}, None
+        seen: list[Any] = []
+        see = (lambda *outputs: seen.extend(outputs)) if self._reads_outputs else None
+        losses, record = passes.clean(layout.needed, layout.embedding, see=see)
         check_deterministic(state, self.modules)
         losses = ranks.broadcast(losses)
         check_finite(losses, "the clean pass")
-        return losses, dict(record)
+        view = loss_view(passes.batch, *seen) if seen else None
+        return losses, dict(record), view
 
     def _ranks(self) -> Ranks:
         """Ranks that share the rows; a process group may be initialised between two steps."""

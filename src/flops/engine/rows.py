@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flops.estimators.base import (
     BatchPlan,
+    Estimation,
     Perturbation,
     Plan,
     PointPlan,
@@ -129,18 +130,19 @@ def own_chunks(plan: Plan, size: int, chunk: int, ranks: Ranks) -> Iterator[Rows
 
 
 def gathered(
-    plans: Sequence[tuple[Plan, Sequence[Tensor], torch.dtype]], size: int, ranks: Ranks
+    plans: Sequence[tuple[Plan, Sequence[Tensor], Estimation]], size: int, ranks: Ranks
 ) -> list[tuple[Tensor, Tensor]]:
     """Values of all ranks, in the order of each plan, and their points; one message for all.
 
     Args:
-        plans: Each with the values of this rank's chunks, and their type.
+        plans: Each with the values of this rank's chunks, and its estimation.
         size: Points of the batch.
         ranks: Ranks that share the rows.
     """
     mine, points = [], []
-    for plan, values, dtype in plans:
-        own = torch.cat([torch.empty(0, dtype=dtype), *values])
+    for plan, values, of in plans:
+        shape = (0,) if of.width == 1 else (0, of.width)
+        own = torch.cat([torch.empty(shape, dtype=of.dtype), *values])
         if isinstance(plan, PointPlan):
             at = plan_rows(plan.counts, plan.unit).points[:: plan.unit]
             begin, _ = ranks.shard(len(at))
@@ -151,14 +153,18 @@ def gathered(
         points.append(at)
     if ranks.size == 1:
         return [(own, at) for (own, _), at in zip(mine, points, strict=True)]
-    whole = torch.zeros(sum(len(at) for at in points), dtype=torch.float64)
-    offset = 0
-    for (own, begin), at in zip(mine, points, strict=True):
-        whole[offset + begin : offset + begin + len(own)] = own.double()
-        offset += len(at)
-    parts = ranks.all_gather(whole, 0, len(whole)).split([len(at) for at in points])
-    typed = [one.to(dtype) for one, (*_, dtype) in zip(parts, plans, strict=True)]
-    return list(zip(typed, points, strict=True))
+    lengths = [len(at) * of.width for at, (*_, of) in zip(points, plans, strict=True)]
+    whole, offset = torch.zeros(sum(lengths), dtype=torch.float64), 0
+    for (own, begin), length, (*_, of) in zip(mine, lengths, plans, strict=True):
+        first = offset + begin * of.width
+        whole[first : first + own.numel()] = own.double().flatten()
+        offset += length
+    parts = ranks.all_gather(whole, 0, len(whole)).split(lengths)
+    found = []
+    for part, at, (*_, of) in zip(parts, points, plans, strict=True):
+        typed = part.to(of.dtype)
+        found.append((typed if of.width == 1 else typed.view(-1, of.width), at))
+    return found
 
 
 def _bounds(plan: BatchPlan, size: int, ranks: Ranks) -> tuple[int, int]:

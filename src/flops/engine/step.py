@@ -36,6 +36,7 @@ from flops.estimators.base import (
 from flops.estimators.variance import traces_of, variance
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
+from flops.passes.loss_view import LossView
 from flops.passes.replay import Passes
 from flops.subspace.report import ShapingReport
 
@@ -54,6 +55,7 @@ class Session:
         ranks: Ranks that share the rows.
         clean: Forward equivalents of the clean pass.
         probe: Cost of finding the layout, in passes of one row.
+        view: What the loss reads of the outputs, for estimators that do, too.
         cost: Cost of all queries of the session.
     """
 
@@ -66,6 +68,7 @@ class Session:
     ranks: Ranks
     clean: float
     probe: float
+    view: LossView | None = None
     cost: Cost = field(default_factory=Cost)
 
     def queries(self, group: str, key: tuple[int, ...], memory: dict[str, Any]) -> Queries:
@@ -73,7 +76,8 @@ class Session:
         size = len(self.losses)
         ids = list(range(size)) if self.index is None else self.index.tolist()
         none = torch.zeros(size, dtype=torch.long)
-        return Queries(group, size, self.losses, none, key, ids, memory, frozenset(self.record))
+        recorded = frozenset(self.record)
+        return Queries(group, size, self.losses, none, key, ids, memory, recorded, view=self.view)
 
     def runner(self, cost: Cost) -> LocalRunner:
         """A runner of this batch's rows."""
@@ -321,7 +325,7 @@ class QueryLoop:
 
     def _synchronise(self) -> None:
         found = gathered(
-            [(p, self._values[n], self._steps[n].estimation.dtype) for n, p in self._round.items()],
+            [(p, self._values[n], self._steps[n].estimation) for n, p in self._round.items()],
             self._size,
             self._ranks,
         )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from flops.passes.intercept import Action
 from flops.passes.local_vjp import Gradients, LocalTarget
+from flops.passes.loss_view import LossView
 from flops.passes.replay import Edit, Passes, Prefix
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
@@ -49,6 +50,7 @@ class Queries:
             a failed step must keep the old ones.
         recorded: Calls whose clean outputs can be replayed.
         clean: Outputs of the clean pass, for estimators that read them, shape (B, K).
+        view: What the loss reads of the model's outputs, for estimators that do, too.
         decide: Called with each discrete decision; returns the decision to use, which a journal may
             have recorded on another machine. None uses this process's.
     """
@@ -62,6 +64,7 @@ class Queries:
     memory: dict[str, Any]
     recorded: frozenset[int] = frozenset()
     clean: Tensor | None = None
+    view: LossView | None = None
     decide: Decide | None = None
 
 
@@ -88,13 +91,13 @@ class Perturbation:
         edits: Changes to the outputs of calls.
         around: Actions that calls run instead of their own forward.
         evaluate: Runs the pass, loss function included, and returns more than its losses; None
-            for the losses alone.
+            for the losses alone. The pass takes a function that sees the model's outputs.
     """
 
     prefix: Prefix
     edits: Mapping[int, Edit] = field(default_factory=dict)
     around: Mapping[int, Action] = field(default_factory=dict)
-    evaluate: Callable[[Callable[[], Tensor]], RowResults] | None = None
+    evaluate: Callable[[Callable[..., Tensor]], RowResults] | None = None
 
 
 @dataclass(frozen=True)
@@ -231,10 +234,13 @@ class Estimation(ABC):
     Attributes:
         partial: Whether `write` adds this rank's part of a sum over the ranks.
         dtype: Type of the values that `tell` returns.
+        width: Values that `tell` returns for each draw or row; their shape is (draws, width) if
+            that is more than one.
     """
 
     partial: bool = False
     dtype: torch.dtype = torch.float32
+    width: int = 1
 
     @abstractmethod
     def plan(self) -> Plan | None:
@@ -279,6 +285,7 @@ class Estimator(ABC):
         work: Work of a query, in forward passes of the part of the model that runs.
         unit: Queries per draw: 1, or 2 for antithetic pairs.
         minimum_queries: Minimum queries per point; 0 if it makes none.
+        reads_outputs: Whether it reads the outputs of the model (`Queries.view`).
         reads_clean: Whether it reads the clean losses. If no estimator does, there is no clean
             pass, and `Estimate.loss` is reported instead.
     """
@@ -302,6 +309,10 @@ class Estimator(ABC):
     @property
     def reads_clean(self) -> bool:  # noqa: D102
         return True
+
+    @property
+    def reads_outputs(self) -> bool:  # noqa: D102
+        return False
 
     @property
     def minimum_queries(self) -> int:  # noqa: D102

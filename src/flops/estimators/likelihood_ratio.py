@@ -14,7 +14,9 @@ ones causes a bias of order sigma^2, like the smoothing itself.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -35,6 +37,7 @@ from flops.estimators.base import (
 )
 from flops.estimators.variance import LeafEnergies, jacobian_energy, users_frame, warn_if_rounding
 from flops.passes.local_vjp import LocalTarget, stage_target, trainable
+from flops.passes.loss_view import LossView
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
 from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
@@ -43,7 +46,7 @@ from flops.perturb.noise_tables import negative, values
 from flops.perturb.random import KINDS, Kind, NoiseStream
 from flops.subspace.basis import Space, site_grids
 from flops.subspace.config import Shaping
-from flops.subspace.step import ShapedStep
+from flops.subspace.step import ShapedStep, full_precision
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
@@ -51,6 +54,7 @@ HALF = (torch.float16, torch.bfloat16)
 HALF_UNITS, LEAST_UNITS = 12, 4  # default and least sigma in half precision, in ulp
 CHEAP = 0.1  # of a forward pass per point
 FEW = 8  # sites whose noise may be stored as 16-bit codes
+UNLIKE = 0.2  # derivatives by outputs and by losses may differ, relatively
 PIECE = 1 << 12  # noise values of a row per lookup
 
 
@@ -107,6 +111,11 @@ class LikelihoodRatio(Estimator):
     def unit(self) -> int:
         """Queries per draw."""
         return 2 if self.baseline == "antithetic" else 1
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Shaped noise learns from all outputs."""
+        return self.shaping is not None and self.shaping.outputs
 
     def check(self, selection: Selection) -> None:
         """Raise for bare parameters: LR perturbs outputs of modules."""
@@ -291,6 +300,7 @@ class _Shaped(Estimation):
         self._options, self._binding, self._queries = options, binding, queries
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self._device = binding.sites[0].leaf.device
+        self._view = queries.view if options.reads_outputs else None
         grids, mask = site_grids(binding, shaping.mask, runner.passes, queries.memory)
         names = [binding.structure.calls[site.call].name for site in binding.sites]
         space = Space(
@@ -306,11 +316,20 @@ class _Shaped(Estimation):
             self._device,
         )
         self._step = ShapedStep(
-            space, shaping, queries.memory, queries.counts, queries.losses, queries.decide
+            space,
+            shaping,
+            queries.memory,
+            queries.counts,
+            queries.losses,
+            queries.decide,
+            self._view,
         )
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
         self._derivatives, self._points = torch.empty(0), torch.empty(0)
         self._factors = 0.0
+        self._features: list[Tensor] = []
+        if self._view is not None:
+            self.width = 2 if runner.world_size == 1 else 2 + self._view.size
 
     def plan(self) -> PointPlan | None:
         """One round."""
@@ -323,22 +342,47 @@ class _Shaped(Estimation):
         z = self._step.rows(rows.points[once], rows.draws[once])
         with torch.inference_mode():
             edits = self._binding.edits(_signed(z, self._options.unit), self._options.scale)
-        return Perturbation(self._binding.query_prefix, edits=edits)
+        evaluate = None if self._view is None else partial(_with_outputs, self._view)
+        return Perturbation(self._binding.query_prefix, edits=edits, evaluate=evaluate)
 
     def tell(self, rows: Rows, results: RowResults) -> Tensor:
-        """Directional derivatives along unit vectors."""
+        """Directional derivatives along unit vectors: of the loss, and of what it reads."""
         once = slice(None, None, self._options.unit)
+        points, draws = rows.points[once], rows.draws[once]
         clean = self._queries.losses[rows.points].cpu()
         w = self._options.derivatives(results.losses.cpu(), clean, self.dtype)
-        return self._step.scaled(rows.points[once], rows.draws[once], w)
+        if self._view is None or results.outputs is None:
+            return self._step.scaled(points, draws, w)
+        with full_precision(results.outputs.device):
+            before = self._view.clean[rows.points]
+            change = self._options.derivatives(results.outputs, before, before.dtype)
+            own, features = self._view.derivatives(change, points)
+        w = torch.stack([w, own.cpu().to(self.dtype)], 1)
+        if self.width == 2:  # nobody else needs them: they stay on the device
+            self._features.append(self._step.scaled(points, draws, features))
+            return self._step.scaled(points, draws, w)
+        return self._step.scaled(points, draws, torch.cat([w, features.cpu().to(self.dtype)], 1))
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Estimate every point's delta, and update the subspace."""
-        self._step.collect(values, points)
+        features, clean = None, self._queries.losses.abs().median()
+        if self._view is not None:
+            losses, values, rest = values[:, 0], values[:, 1], values[:, 2:]
+            if _agree(values, losses):
+                features = torch.cat(self._features) if self.width == 2 else rest
+            else:
+                values = losses
+        self._features = []
+        self._step.collect(values, points, features)
         self._derivatives, self._points = values, points
-        isotropic = values[self._step.isotropic]  # along a known direction it may be 0
-        differences = (isotropic * self._options.scale).to(self._queries.losses.dtype)
-        warn_if_rounding(self._queries, differences)
+        isotropic = self._step.isotropic  # along a known direction it may be 0
+        if features is None or self._view is None:
+            differences = (values[isotropic] * self._options.scale).to(clean.dtype)
+            warn_if_rounding(self._queries, differences)
+        else:
+            change = features[isotropic.to(features.device)].norm(dim=1) * self._options.scale
+            largest = float(self._view.clean.abs().max())
+            warn_if_rounding(self._queries, change.to(self._view.clean.dtype), largest, "output")
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
         """The local VJPs of all targets."""
@@ -351,6 +395,27 @@ class _Shaped(Estimation):
     def finish(self) -> Estimate:
         """Directional derivatives, energies and errors."""
         return Estimate(self._derivatives, self._points, self._factors, shaped=self._step.shaped)
+
+
+def _with_outputs(view: LossView, run: Callable[..., Tensor]) -> RowResults:
+    """Losses of a pass, and what they read of its outputs."""
+    seen: list[Tensor] = []
+    losses = run(see=lambda outputs, _: seen.append(view.read(outputs)))
+    return RowResults(losses, seen[0])
+
+
+def _agree(found: Tensor, losses: Tensor) -> bool:
+    """Whether derivatives by the outputs are those of the losses, up to curvature and rounding.
+
+    They are not if the loss function detaches some outputs, or reads anything else.
+    """
+    squares = found.double().square()
+    if not float(squares.sum()) > 0:
+        return False
+    error = (losses - found).double()
+    slope = float((found * error).sum() / squares.sum())
+    spread = float((squares * error.square()).sum().sqrt() / squares.sum())
+    return abs(slope) <= UNLIKE + 4 * spread
 
 
 def _signed(z: Tensor, unit: int) -> Tensor:

@@ -206,7 +206,9 @@ def energy(gradients: Gradients) -> float:
     return sum(inner(g, g) for g in gradients.values())
 
 
-def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None = None) -> None:
+def warn_if_rounding(
+    queries: Queries, differences: Tensor, loss: float | None = None, what: str = "loss"
+) -> None:
     """Warn, once per group, when loss differences are near the rounding of the loss itself."""
     changed = differences[differences != 0]  # an error rate changes rarely, and is not rounded
     differences = changed if len(changed) else differences
@@ -218,7 +220,7 @@ def warn_if_rounding(queries: Queries, differences: Tensor, loss: float | None =
         queries.memory["warned_of_rounding"] = True
         nothing = " (or the loss does not depend on this group)" if median == 0 else ""
         warnings.warn(
-            f"group '{queries.name}': the median loss difference {median:.1e} is under "
+            f"group '{queries.name}': the median {what} difference {median:.1e} is under "
             f"{ROUNDING_UNITS} rounding units ({unit:.1e} each): rounding affects the "
             f"directional derivatives of easy points; raise sigma{nothing}, or see "
             "`flops.diagnose`",

@@ -19,6 +19,9 @@ from flops.losses.base import TokenLoss, bound_arguments, optional_arguments
 from flops.losses.derive import advice
 
 LossFunction = Callable[[Any, Any], Tensor]
+See = Callable[[Any, Tensor | None], None]
+"""Called with the outputs of a pass, and the positions of their logits if not all."""
+
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -125,8 +128,15 @@ class Batch:
             return leaf[rows.numpy()]
         return [leaf[i] for i in rows.tolist()]
 
-    def losses(self, model: nn.Module, rows: Tensor | None = None) -> Tensor:
+    def losses(
+        self, model: nn.Module, rows: Tensor | None = None, see: See | None = None
+    ) -> Tensor:
         """Losses of the rows, one each, in float32 or wider.
+
+        Args:
+            model: The model.
+            rows: Points to run; None for all.
+            see: Called with the outputs before the loss function.
 
         Raises:
             BatchError: If the loss function returns anything but one loss per row.
@@ -138,14 +148,10 @@ class Batch:
         positions = self._positions if "logits_to_keep" in takes else None
         if positions is not None:
             kwargs = {**kwargs, "logits_to_keep": positions}
-        outputs = model(*args, **kwargs)
-        targets = tree_unflatten(
-            [self._rows(leaf, rows) for leaf in self._targets], self._target_spec
-        )
-        if positions is not None and isinstance(self._loss_fn, TokenLoss):
-            losses = self._loss_fn(wide(outputs), targets, positions)
-        else:
-            losses = self._loss_fn(wide(outputs), targets)
+        outputs = wide(model(*args, **kwargs))
+        if see is not None:
+            see(outputs, positions)
+        losses = self.loss(outputs, rows, positions)
         count = self.size if rows is None else len(rows)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (count,):
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -158,6 +164,15 @@ class Batch:
         if not losses.is_floating_point():
             losses = losses.double()
         return losses if losses.dtype == torch.float64 else losses.float()
+
+    def loss(self, outputs: Any, rows: Tensor | None, positions: Tensor | None) -> Any:
+        """What the loss function returns for these outputs."""
+        targets = tree_unflatten(
+            [self._rows(leaf, rows) for leaf in self._targets], self._target_spec
+        )
+        if positions is not None and isinstance(self._loss_fn, TokenLoss):
+            return self._loss_fn(outputs, targets, positions)
+        return self._loss_fn(outputs, targets)
 
     def named(self, name: str) -> Tensor | None:
         """A keyword argument that is a tensor with a batch axis, else None."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flops.passes.batch import Batch
+from flops.passes.batch import Batch, See
 from flops.passes.intercept import Action, Forward, Watch, intercepted
 from flops.passes.structure import FEW, MORE, Call, Leaf, Structure
 
@@ -98,6 +98,7 @@ class Passes:
         watch: Watch | None = None,
         rows: Tensor | None = None,
         around: Mapping[int, Action] | None = None,
+        see: See | None = None,
     ) -> tuple[Tensor, Record]:
         """The noise-free pass: one loss per point, and the outputs of the wanted calls.
 
@@ -106,6 +107,7 @@ class Passes:
             watch: Called with the arguments and the output of one call.
             rows: Points to run, at least two; None for all.
             around: Actions of calls, which must not change their outputs.
+            see: Called with the outputs of the model.
         """
         calls, record = self.structure.calls, {}
         wanted, around = set(wanted), around or {}
@@ -138,7 +140,7 @@ class Passes:
         if rows is None:
             rows = torch.arange(size) if size > 1 else torch.zeros(2).long()
         with intercepted(self.modules, empty_prefix(self.structure).actions(keep)):
-            losses = self.batch.losses(self.model, rows)
+            losses = self.batch.losses(self.model, rows, see)
         return losses[:size], record
 
     def run(
@@ -150,6 +152,7 @@ class Passes:
         edits: Mapping[int, Edit] | None = None,
         around: Mapping[int, Action] | None = None,
         places: Tensor | None = None,
+        see: See | None = None,
     ) -> Tensor:
         """Losses of the rows, starting from the prefix.
 
@@ -160,6 +163,7 @@ class Passes:
             edits: Changes to the outputs of calls, replayed or not.
             around: Actions of other calls.
             places: Positions of the rows in the record, if not the points themselves.
+            see: Called with the outputs of the model.
         """
         edits, around = edits or {}, around or {}
         places = rows if places is None else places
@@ -174,7 +178,7 @@ class Passes:
             return around.get(number)
 
         with intercepted(self.modules, prefix.actions(action)):
-            return self.batch.losses(self.model, rows)
+            return self.batch.losses(self.model, rows, see)
 
     def prefix(self, time: int, keep: frozenset[int] = frozenset()) -> Prefix:
         """The prefix of all calls that end at or before a time.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,18 @@ class Shaping:
         unbiased: Add the isotropic queries' leave-one-out residuals, so that the estimate has the
             mean of isotropic noise for any directions; noisier.
         mask: Name of the model's input that is 0 at padding, shape (B, T).
-        warm: Isotropic steps before the first directions are measured.
+        warm: Isotropic steps before the first directions are measured; None for 1 if outputs are
+            learned from, else 4.
+        outputs: Learn from all outputs that the loss reads, where it is a differentiable function
+            of the model's outputs, not from the losses alone.
     """
 
     explore: float | None = None
     decay: float | None = None
     unbiased: bool = False
     mask: str = "attention_mask"
-    warm: int = 4
+    warm: int | None = None
+    outputs: bool = True
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -31,5 +35,10 @@ class Shaping:
             raise ValueError(f"explore must lie in (0, 1], not {self.explore}")
         if self.decay is not None and not 0 <= self.decay < 1:
             raise ValueError(f"decay must lie in [0, 1), not {self.decay}")
-        if self.warm < 0:
+        if self.warm is not None and self.warm < 0:
             raise ValueError(f"warm must lie in [0, inf), not {self.warm}")
+
+    def __repr__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)]
+        plain = [f"{f.name}={f.default!r}" for f in fields(self)]
+        return f"Shaping({', '.join(a for a, b in zip(given, plain, strict=True) if a != b)})"

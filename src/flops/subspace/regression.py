@@ -61,6 +61,25 @@ class Isotropic:
 
 
 @dataclass(frozen=True)
+class Features:
+    """Derivatives of p features of the outputs; see `flops.passes.loss_view`.
+
+    Attributes:
+        w: Of each draw, shape (B, most draws, p).
+        c: Along the measured directions, shape (B, m, p).
+        a: Along the predicted direction, shape (B, p).
+        roots: Root of the second moment of residuals, shape (q, p).
+        resolution: Rounding of a derivative.
+    """
+
+    w: Tensor
+    c: Tensor
+    a: Tensor
+    roots: Tensor
+    resolution: float
+
+
+@dataclass(frozen=True)
 class Measurements:
     """The measurements of a step.
 
@@ -74,6 +93,10 @@ class Measurements:
         measured: Which directions were measured, shape (B, m).
         w: Directional derivative of each draw, shape (B, most draws).
         c: Measured coordinates, shape (B, m).
+        predicted: A direction of each point that was measured, too, shape (B, dimensions), zero
+            without; None if there is none.
+        a: The coordinates along it, shape (B,).
+        features: Derivatives of the features of the outputs; None if only losses are known.
     """
 
     space: Space
@@ -85,6 +108,9 @@ class Measurements:
     measured: Tensor
     w: Tensor
     c: Tensor
+    predicted: Tensor | None = None
+    a: Tensor | None = None
+    features: Features | None = None
 
     @property
     def fitted(self) -> Tensor:
@@ -168,6 +194,9 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
     """
     space, known = measurements.space, measurements.known
     inside = known.lift(measurements.c)
+    predicted = measurements.predicted
+    if predicted is not None and measurements.a is not None:
+        inside = inside + measurements.a.unsqueeze(1) * predicted
     tail, outside, correction = (torch.zeros_like(inside) for _ in range(3))
     missed, error = (inside.new_zeros(len(inside)) for _ in range(2))
     factors = RIDGES if tune else RIDGES[:1]
@@ -179,6 +208,10 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         e = known.coordinates(seen.flatten(0, 1)).view(*real.shape, -1)
         derivatives = torch.where(real, measurements.w[points, : real.size(1)], 0.0)
         r = derivatives - (e @ measurements.c[points].unsqueeze(2)).squeeze(2)
+        along = torch.zeros_like(r)
+        if predicted is not None and measurements.a is not None:
+            along = (seen @ predicted[points].unsqueeze(2)).squeeze(2)
+            r = r - along * measurements.a[points].unsqueeze(1)
         count = measurements.fitted[points].unsqueeze(1).to(r.device)
         kernel = (e * prior[points].unsqueeze(1)) @ e.transpose(1, 2)
         if known.rest > 0:
@@ -208,6 +241,8 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         seen = z if space.mask is None else z * space.mask[at]
         e = known.coordinates(seen)
         r = measurements.w[at, draw] - (measurements.c[at] * e).sum(1)
+        if predicted is not None and measurements.a is not None:
+            r = r - (seen * predicted[at]).sum(1) * measurements.a[at]
         rest = seen - known.lift(torch.where(measurements.measured[at], e, 0.0))
         outside.index_add_(0, at.to(r.device), r.unsqueeze(1) * rest)
         missed.index_add_(0, at.to(r.device), r.square())
@@ -294,6 +329,69 @@ def explained_by_site(measurements: Measurements, found: Regression) -> list[flo
     return [a / max(a + b * scale, 1e-300) for a, b in zip(measured, missed, strict=True)]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What the moments learn from: P gradients, of losses or in directions of the outputs.
+
+    Attributes:
+        inside: Their measured part, shape (P, dimensions).
+        outside: Isotropic estimate of the rest, shape (P, dimensions).
+        missed: Mean squared residual after the measured part, shape (P,).
+        energy: Energy of the gradients of the same point, shape (P,).
+        point: Point of each.
+        n: Isotropic draws of each.
+    """
+
+    inside: Tensor
+    outside: Tensor
+    missed: Tensor
+    energy: Tensor
+    point: Tensor
+    n: Tensor
+
+
+def _of_losses(measurements: Measurements, found: Regression) -> Seen:
+    """The gradient of every point's loss."""
+    point = torch.arange(len(found.missed), device=found.missed.device)
+    n = measurements.iso.clamp(min=1).to(found.missed)
+    return Seen(found.inside, found.outside, found.missed, found.energy, point, n)
+
+
+def _of_features(measurements: Measurements, features: Features) -> Seen:
+    """What the gradient of every point would be for the residuals of others."""
+    known, space, u = measurements.known, measurements.space, measurements.predicted
+    w, c, a = (x @ features.roots.T for x in (features.w, features.c, features.a))
+    size, more = len(w), w.size(2)
+    outside = w.new_zeros(size, more, space.dimensions)
+    missed = w.new_zeros(size, more)
+    for points, real, whole in measurements.blocks():
+        seen = whole if space.mask is None else whole * space.mask[points].unsqueeze(1)
+        e = known.coordinates(seen.flatten(0, 1)).view(*real.shape, -1)
+        derivatives = torch.where(real.unsqueeze(2), w[points, : real.size(1)], 0.0)
+        r = derivatives - e @ c[points]
+        if u is not None:
+            r = r - (seen @ u[points].unsqueeze(2)) * a[points].unsqueeze(1)
+        r = torch.where(real.unsqueeze(2), r, 0.0).transpose(1, 2)  # (b, q, n)
+        in_e = (r @ e) * measurements.measured[points].unsqueeze(1)
+        outside[points] = r @ seen - known.lift(in_e.flatten(0, 1)).view(len(points), more, -1)
+        missed[points] = r.square().sum(2)
+    n = measurements.fitted.clamp(min=1).to(missed).unsqueeze(1)
+    outside, missed = outside / n.unsqueeze(2), missed / n
+    inside = known.lift(c.transpose(1, 2).flatten(0, 1)).view_as(outside)
+    if u is not None:
+        inside = inside + a.unsqueeze(2) * u.unsqueeze(1)
+    energy = inside.square().sum((1, 2)) + missed.sum(1)
+    point = torch.arange(size, device=w.device).repeat_interleave(more)
+    return Seen(
+        inside.flatten(0, 1),
+        outside.flatten(0, 1),
+        missed.flatten(),
+        energy[point],
+        point,
+        n.squeeze(1)[point],
+    )
+
+
 def learn(
     measurements: Measurements,
     found: Regression,
@@ -307,23 +405,31 @@ def learn(
     Points are weighted by inverse variance: the noise of a point's outer product is about its
     energy over its number n of isotropic queries. For Gaussian z,
     E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I in the unmeasured directions.
+
+    With outputs, g is replaced by the gradients that the point would have for the residuals of the
+    batch: their second moment is J^T R J, with R that of the residuals.
     """
     space, known = measurements.space, measurements.known
-    n = measurements.iso.clamp(min=1).to(space.device, space.dtype)
-    resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
-    live = (found.energy > (10 * resolution) ** 2) & (measurements.iso > 0).to(space.device)
-    weight = torch.where(live, n.square() / torch.where(live, found.energy, 1.0), 0.0)
+    if measurements.features is None:
+        seen = _of_losses(measurements, found)
+        resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
+    else:
+        seen = _of_features(measurements, measurements.features)
+        resolution = measurements.features.resolution
+    n, audible = seen.n, seen.energy > (10 * resolution) ** 2
+    live = audible & (measurements.iso > 0).to(space.device)[seen.point]
+    weight = torch.where(live, n.square() / torch.where(live, seen.energy, 1.0), 0.0)
     over = 1 / (n + 1)
-    plus = (found.inside + found.outside) * weight.sqrt().unsqueeze(1)
-    minus = found.outside * (weight * over).sqrt().unsqueeze(1)
-    floor = weight * (1 - over) * found.missed / n
-    cover = (floor.unsqueeze(1) * measurements.measured).sum(0)
+    plus = (seen.inside + seen.outside) * weight.sqrt().unsqueeze(1)
+    minus = seen.outside * (weight * over).sqrt().unsqueeze(1)
+    floor = weight * (1 - over) * seen.missed / n
+    cover = (floor.unsqueeze(1) * measurements.measured[seen.point]).sum(0)
     learned = []
     for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
         mine = torch.nonzero(known.site == s).flatten()
         used = torch.full_like(floor, g.positions)
         if not g.aligned and space.mask is not None:
-            used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)
+            used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)[seen.point]
         over_channels = _change(
             g.cut(plus).flatten(0, 1),
             g.cut(minus).flatten(0, 1),

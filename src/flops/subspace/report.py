@@ -32,6 +32,8 @@ class ShapingReport:
         explore: Share of isotropic queries.
         correction: Weight of the unbiased correction, between 0 and 1.
         sites: Reports by site.
+        predicted: Share of the points that also measured the gradient predicted by the mean
+            Jacobian (`flops.subspace.mean_jacobian`).
     """
 
     k: float
@@ -39,3 +41,4 @@ class ShapingReport:
     explore: float
     correction: float
     sites: tuple[SiteReport, ...]
+    predicted: float = 0.0

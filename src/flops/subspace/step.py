@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flops.passes.loss_view import LossView
 from flops.perturb.random import NoiseStream
 from flops.subspace.basis import Basis, Moments, Space, leading
 from flops.subspace.config import Shaping
+from flops.subspace.mean_jacobian import MeanJacobian
 from flops.subspace.regression import (
+    Features,
     Isotropic,
     Measurements,
     Regression,
@@ -35,6 +38,7 @@ from flops.subspace.report import ShapingReport, SiteReport
 TUNE = 4  # steps between searches for a better ridge
 AVERAGE = 0.9  # decay of running averages
 KEEP = 0.98  # decay of the second moments per step
+SEEING, BLIND = 1, 4  # isotropic steps before the first directions, with and without outputs
 FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
 
 
@@ -67,23 +71,60 @@ class Design:
         known: The basis.
         iso: Isotropic draws of each point, shape (B,).
         draws: All draws of each point, shape (B,).
+        prediction: Predicted gradient of each point, shape (B, dimensions), and the share of the
+            energy that it is expected to hold; None without.
 
     Attributes:
         prior: Expected energy share of each direction, shape (B, m) or (1, m).
         measured: Directions that each point measures, shape (B, m).
     """
 
-    def __init__(self, space: Space, known: Basis, iso: Tensor, draws: Tensor) -> None:
+    def __init__(
+        self,
+        space: Space,
+        known: Basis,
+        iso: Tensor,
+        draws: Tensor,
+        prediction: tuple[Tensor, float] | None = None,
+    ) -> None:
         self.space, self.known, self.iso, self.draws = space, known, iso, draws
         shaped = draws - iso
         self.prior, self._order = _order(space, known, int(shaped.max()))
-        inside = torch.arange(self._order.size(1)) < shaped.unsqueeze(1)
-        shape = (space.size, known.size)
-        self.measured = torch.zeros(shape, dtype=torch.bool, device=space.device)
-        self.measured[torch.nonzero(inside)[:, 0], self._order[inside]] = True
+        self._first, self.predicted = iso, None
+        if prediction is not None and int(shaped.max()):
+            self.measured = self._measures(shaped - 1)
+            used, self.predicted = self._outside(*prediction, shaped)
+            self._first = iso + used
+        self.measured = self._measures(draws - self._first)
         # The norm of a Gaussian vector over the k directions: above rounding, below curvature.
         self._length = max(1.0, float(shaped.double().mean())) ** 0.5
         self.noise = Isotropic(space, iso)
+
+    def _measures(self, count: Tensor) -> Tensor:
+        """Mask of the first directions of each point, shape (B, m)."""
+        inside = torch.arange(self._order.size(1)) < count.unsqueeze(1)
+        shape = (self.space.size, self.known.size)
+        mask = torch.zeros(shape, dtype=torch.bool, device=self.space.device)
+        mask[torch.nonzero(inside)[:, 0], self._order[inside]] = True
+        return mask
+
+    def _outside(self, predicted: Tensor, share: float, shaped: Tensor) -> tuple[Tensor, Tensor]:
+        """Which points measure their predicted gradient in place of their last direction.
+
+        Those where it is expected to hold more energy. Also its unit vectors, outside of what else
+        is measured, zero for the others.
+        """
+        if self.space.mask is not None:
+            predicted = predicted * self.space.mask
+        left = predicted - self.known.lift(self.known.coordinates(predicted) * self.measured)
+        squares, whole = left.square().sum(1), predicted.square().sum(1)
+        points = torch.arange(len(shaped))
+        last = self._order[points, (shaped - 1).clamp(min=0)].to(self.prior.device)
+        prior = self.prior.expand(len(shaped), -1)[points.to(last.device), last]
+        used = (share * squares > prior * whole) & (squares > 1e-6 * whole)
+        used &= (shaped > 0).to(used.device)
+        units = left / squares.clamp(min=1e-30).sqrt().unsqueeze(1)
+        return used.long().cpu(), torch.where(used.unsqueeze(1), units, 0.0)
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
         """Noise of these draws, shape (draws, dimensions); a point's draws are consecutive."""
@@ -92,33 +133,78 @@ class Design:
         z = torch.empty(shape, dtype=self.space.dtype, device=self.space.device)
         if bool(first.any()):
             z[first] = self.noise.rows(points[first], draws[first])
-        number = self._number(points[~first], draws[~first])
+        later = draws >= self._first[points]
+        if self.predicted is not None:
+            between = ~first & ~later
+            z[between] = (self._length * self.predicted[points[between]]).to(z)
+        number = self._number(points[later], draws[later])
         if len(number):
-            z[~first] = self.known.rows(number, self._length).to(z)
+            z[later] = self.known.rows(number, self._length).to(z)
         return z
 
     def scaled(self, points: Tensor, draws: Tensor, derivatives: Tensor) -> Tensor:
         """Derivatives along unit noise and unit directions, given those along `rows`."""
-        return torch.where(draws < self.iso[points], derivatives, derivatives / self._length)
+        lengths = torch.ones(len(draws), dtype=derivatives.dtype)
+        lengths[draws >= self.iso[points]] = self._length
+        lengths = lengths.to(derivatives.device)
+        return derivatives / (lengths if derivatives.dim() == 1 else lengths.unsqueeze(1))
 
-    def measurements(self, points: Tensor, derivatives: Tensor) -> Measurements:
-        """All derivatives of the step, in the order of points and draws."""
-        size, space = self.space.size, self.space
-        most = max(1, int(self.draws.max()))
-        w = torch.zeros(size, most, dtype=space.dtype, device=space.device)
-        c, derivatives = w.new_zeros(size, self.known.size), derivatives.to(space.device)
+    def measurements(
+        self, points: Tensor, derivatives: Tensor, seen: tuple[Tensor, LossView] | None
+    ) -> Measurements:
+        """All derivatives of the step, in the order of points and draws.
+
+        Args:
+            points: Point of each draw.
+            derivatives: Of the losses, shape (draws,).
+            seen: Derivatives of the features, shape (draws, p), and the view that they are of.
+        """
         firsts = torch.cumsum(self.draws, 0) - self.draws
         draw = torch.arange(len(points)) - firsts[points]
-        w[points, draw] = derivatives
-        shaped = draw >= self.iso[points]
-        number = self._number(points[shaped], draw[shaped])
-        c[points[shaped], number] = derivatives[shaped]
+        w, c, a = (x.squeeze(2) for x in self._sorted(points, draw, derivatives.unsqueeze(1)))
+        features = None
+        if seen is not None:
+            values, view = seen
+            all_w, all_c, all_a = self._sorted(points, draw, values)
+            features = Features(
+                all_w,
+                all_c,
+                all_a.squeeze(1),
+                view.roots.to(all_w),
+                view.resolution / self.space.sigma,
+            )
         return Measurements(
-            space, self.known, self.noise, self.iso, self.draws, self.prior, self.measured, w, c
+            self.space,
+            self.known,
+            self.noise,
+            self.iso,
+            self.draws,
+            self.prior,
+            self.measured,
+            w,
+            c,
+            self.predicted,
+            a.squeeze(1),
+            features,
         )
 
+    def _sorted(
+        self, points: Tensor, draw: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values by draw (B, most, p), by direction (B, m, p), and of the prediction (B, 1, p)."""
+        size, space, width = self.space.size, self.space, values.size(1)
+        most, values = max(1, int(self.draws.max())), values.to(space.device, space.dtype)
+        w = torch.zeros(size, most, width, dtype=space.dtype, device=space.device)
+        c, a = w.new_zeros(size, self.known.size, width), w.new_zeros(size, 1, width)
+        w[points, draw] = values
+        later = draw >= self._first[points]
+        c[points[later], self._number(points[later], draw[later])] = values[later]
+        between = (draw >= self.iso[points]) & ~later
+        a[points[between], 0] = values[between]
+        return w, c, a
+
     def _number(self, points: Tensor, draws: Tensor) -> Tensor:
-        return self._order[points, draws - self.iso[points]]
+        return self._order[points, draws - self._first[points]]
 
 
 def needed(space: Space, shaped: Tensor) -> int:
@@ -205,6 +291,7 @@ class ShapedStep:
         losses: Clean losses, shape (B,).
         decide: Called with each discrete decision; returns the decision to use. For resuming on
             another machine, whose eigenvectors may differ; None uses this process's.
+        view: What the loss reads of the outputs; None if only losses are known.
 
     Attributes:
         delta: Estimated gradient of every point's loss at the noise, shape (B, dimensions).
@@ -224,7 +311,9 @@ class ShapedStep:
         counts: Tensor,
         losses: Tensor,
         decide: Decide | None = None,
+        view: LossView | None = None,
     ) -> None:
+        self._view = view
         self.space, self._shaping, self._memory, self._losses = space, shaping, memory, losses
         self._steps = int(memory.get("shaped_steps", 0))
         self._explained = float(memory.get("explained_variance", 0.0))
@@ -235,9 +324,12 @@ class ShapedStep:
         iso = torch.minimum((draws * share).round().long(), draws - 1).clamp(min=1)
         iso = draws if shaping.explore == 1 else torch.minimum(iso, draws)
         alike = shaping.explore != 1 and bool((iso == draws).all())
-        self._warm = self._steps < shaping.warm or alike
+        warm = shaping.warm
+        if warm is None:
+            warm = SEEING if memory.get("sees_outputs") else BLIND
+        self._warm = self._steps < warm or alike
         iso = draws if self._warm else iso
-        with _full_precision(space.device):
+        with full_precision(space.device):
             known = leading(space.grids, self._moments, needed(space, draws - iso))
         iso = torch.maximum(iso, draws - real_directions(space, known).sum(1).cpu())
         if decide is not None:
@@ -245,7 +337,25 @@ class ShapedStep:
             kept = decide("directions", {"warm": self._warm, "iso": iso, "known": parts})
             self._warm, iso = bool(kept["warm"]), kept["iso"]
             known = replace(known, **kept["known"])
-        self._design = Design(space, known, iso, draws)
+        self._mean = self._mean_jacobian()
+        with full_precision(space.device):
+            prediction = None if self._warm else self._predicted()
+            self._design = Design(space, known, iso, draws, prediction)
+
+    def _mean_jacobian(self) -> MeanJacobian | None:
+        """The mean Jacobian of the features so far; None if they change with the batch."""
+        view = self._view
+        if view is None or view.name is None:
+            return None
+        kept = self._memory.get("mean_jacobian")
+        return MeanJacobian.from_memory(kept, view.name, view.size, self.space)
+
+    def _predicted(self) -> tuple[Tensor, float] | None:
+        """Predicted gradient of every point, and the share of energy that it should hold."""
+        if self._view is None or self._mean is None:
+            return None
+        found = self._view.coordinates.to(self._mean.values) @ self._mean.values
+        return found, self._mean.common
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
         """Noise of these draws, shape (draws, dimensions)."""
@@ -255,13 +365,23 @@ class ShapedStep:
         """Derivatives along unit vectors, given those along `rows`."""
         return self._design.scaled(points, draws, derivatives)
 
-    def collect(self, derivatives: Tensor, points: Tensor) -> None:
-        """All derivatives of the step, in the order of points and draws: estimate and learn."""
+    def collect(self, derivatives: Tensor, points: Tensor, outputs: Tensor | None = None) -> None:
+        """All derivatives of the step, in the order of points and draws: estimate and learn.
+
+        Args:
+            derivatives: Of the losses, along unit vectors, shape (draws,).
+            points: Point of each draw.
+            outputs: Of the features of the outputs, shape (draws, p); None without.
+        """
         memory, steps, warm = self._memory, self._steps, self._warm
         space, shaping, explained = self.space, self._shaping, self._explained
         design, draws, iso = self._design, self._design.draws, self._design.iso
-        measurements = design.measurements(points, derivatives)
-        with _full_precision(space.device):
+        seen = None
+        if outputs is not None and self._view is not None:
+            seen = (outputs, self._view)
+        measurements = design.measurements(points, derivatives, seen)
+        features = measurements.features
+        with full_precision(space.device):
             ridge = float(memory.get("ridge", 1.0))
             found = regress(measurements, ridge, tune=steps % TUNE == 0)
         whole = float(found.energy.sum())
@@ -272,12 +392,24 @@ class ShapedStep:
             best = float(memory.get("best", 0.0))
             keep, memory["best"] = decay(shaping, now, spread, after, best)
         if whole > 0:  # else there is nothing to learn from
-            with _full_precision(space.device):
+            with full_precision(space.device):
                 moments = learn(measurements, found, self._moments, keep, steps, self._losses)
             memory["moments"] = [m.to_memory() for m in moments]
             memory["shaped_steps"] = steps + 1
+            memory["sees_outputs"] = outputs is not None
+            if features is not None and self._mean is not None:
+                with full_precision(space.device):
+                    self._mean = self._mean.updated(measurements, features)
+                memory["mean_jacobian"] = dict(vars(self._mean))
         eta = 1.0
-        if warm:
+        if warm and outputs is not None and whole > 0 and not shaping.unbiased:
+            measurements, found = self._again(measurements, moments)
+            eta = _signal(memory, measurements, found)
+            self.delta = found.inside + found.tail + eta * found.correction
+            fitted = measurements.fitted.clamp(min=1).to(space.device)
+            noise = found.error * space.dimensions / fitted
+            error = (1 - eta) ** 2 * found.error + eta**2 * noise
+        elif warm:
             self.delta = found.outside
             error = found.energy * space.dimensions / draws.clamp(min=1).to(space.device)
         else:
@@ -299,7 +431,7 @@ class ShapedStep:
         site = design.known.site
         measured = [design.measured[:, site == s].sum(1) for s in range(len(space.grids))]
         report = ShapingReport(
-            k=float((draws - iso).double().mean()),
+            k=float(design.measured.sum(1).double().mean()),
             explained_variance=after,
             explore=float(iso.sum()) / max(1, int(draws.sum())),
             correction=eta,
@@ -307,14 +439,42 @@ class ShapedStep:
                 SiteReport(name, float(k.double().mean()), share)
                 for name, k, share in zip(space.names, measured, by_site, strict=True)
             ),
+            predicted=0.0
+            if design.predicted is None
+            else float(design.predicted.any(1).double().mean()),
         )
         real = torch.arange(measurements.w.size(1)) < draws.unsqueeze(1)
         at, number = torch.nonzero(real).unbind(1)
         self.isotropic = number < iso[at]
         self.shaped = ShapedEstimate(found.energy.cpu(), error.cpu(), space.dimensions, report)
 
+    def _again(
+        self, measurements: Measurements, moments: Sequence[Moments]
+    ) -> tuple[Measurements, Regression]:
+        """Estimate an isotropic step again, with the directions that it has shown itself."""
+        space, iso, draws = self.space, measurements.iso, measurements.draws
+        with full_precision(space.device):
+            known = leading(space.grids, moments, 0)
+            design = Design(space, known, iso, draws)
+            c = measurements.c.new_zeros(space.size, known.size)
+            again = replace(
+                measurements,
+                known=known,
+                prior=design.prior,
+                measured=design.measured,
+                c=c,
+                features=None,
+            )
+            prediction = self._predicted()
+            if prediction is not None:
+                predicted, _ = prediction
+                norms = predicted.norm(dim=1)
+                units = predicted / norms.clamp(min=1e-30).unsqueeze(1)
+                again = replace(again, predicted=units, a=norms)
+            return again, regress(again, 1.0, tune=True)
 
-def _full_precision(device: torch.device) -> torch.autocast:
+
+def full_precision(device: torch.device) -> torch.autocast:
     """Disables the user's autocast, which only the queries use."""
     return torch.autocast(device.type, enabled=False)
 

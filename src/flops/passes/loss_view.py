@@ -1,0 +1,146 @@
+"""What the loss reads: outputs of the model, and the derivative of the loss with respect to them.
+
+A query changes all outputs of a point, by J z with J the Jacobian of the outputs at the noise, and
+the loss by r^T J z with r its derivative. r follows from the outputs of the clean pass and the loss
+function alone, without a graph of the model. So a query shows the derivative of the loss without
+the loss's own curvature and without cancellation, and also what the gradient J^T r would be for the
+residuals r of other points: the gradients of points that were not drawn lie in the same space.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flops.passes.batch import Batch
+
+MOST = 1 << 24  # values of all points' outputs
+EVERY = 32  # outputs that are all looked at; of more, the directions of the residuals
+DIRECTIONS = 12  # of residuals
+LEAST = 1e-3  # singular value of a direction of residuals, relative to the largest
+
+
+@dataclass(frozen=True)
+class LossView:
+    """The outputs that a loss reads, flattened to K values of each point.
+
+    *Features* are p linear functions of them: all K, or, of many, the directions of the residuals.
+
+    Attributes:
+        leaves: Which leaves of the outputs.
+        columns: Which values of these leaves; None for all.
+        clean: Outputs of the clean pass, shape (B, K).
+        residuals: Derivative of each point's loss with respect to them, shape (B, K).
+        basis: Orthonormal, shape (p, K); None for the outputs themselves.
+        roots: Residuals of the batch, each normalised, have the second moment roots^T roots in the
+            features, shape (q, p).
+    """
+
+    leaves: tuple[int, ...]
+    columns: Tensor | None
+    clean: Tensor
+    residuals: Tensor
+    basis: Tensor | None
+    roots: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of features p."""
+        return self.roots.size(1)
+
+    @property
+    def name(self) -> tuple[Any, ...] | None:
+        """Identifies the features; None if those of the next batch are others."""
+        if self.basis is not None:
+            return None
+        columns = () if self.columns is None else tuple(self.columns.tolist())
+        return (self.leaves, columns, self.clean.size(1))
+
+    @property
+    def coordinates(self) -> Tensor:
+        """Residuals in the features, shape (B, p)."""
+        return self.features(self.residuals)
+
+    @property
+    def resolution(self) -> float:
+        """Rounding of an output."""
+        return torch.finfo(self.clean.dtype).eps * float(self.clean.abs().max())
+
+    def read(self, outputs: Any) -> Tensor:
+        """The values that the loss reads, shape (rows, K)."""
+        found = tree_flatten(outputs)[0]
+        flat = torch.cat([found[i].detach().flatten(1) for i in self.leaves], 1)
+        flat = flat if self.columns is None else flat[:, self.columns]
+        return flat.to(self.clean.dtype)
+
+    def features(self, change: Tensor) -> Tensor:
+        """Features of a change of the outputs, shape (rows, p)."""
+        return change if self.basis is None else change @ self.basis.T
+
+    def derivatives(self, change: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the points' losses, (rows,), and of the features, (rows, p), along a change."""
+        return (change * self.residuals[points]).sum(1), self.features(change)
+
+
+def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView | None:
+    """The view of a batch's loss; None if the loss has no derivative there.
+
+    Args:
+        batch: The batch.
+        outputs: Outputs of its clean pass.
+        positions: Positions of the logits, if not all.
+    """
+    found, spec = tree_flatten(outputs)
+    size = batch.size
+    rows = next((len(x) for x in found if isinstance(x, Tensor) and x.dim()), 0)
+    if rows < size:
+        return None
+    at = [
+        i
+        for i, x in enumerate(found)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and len(x) == rows
+    ]
+    if not at or sum(found[i][:size].numel() for i in at) > MOST:
+        return None
+    values = list(found)
+    for i in at:
+        values[i] = found[i][:size].detach().clone().requires_grad_()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            losses = batch.loss(tree_unflatten(values, spec), torch.arange(size), positions)
+            grads = torch.autograd.grad(losses.sum(), [values[i] for i in at], allow_unused=True)
+    except Exception:  # the loss function is the user's: integers, numpy, detached outputs
+        return None
+    used = [(i, g) for i, g in zip(at, grads, strict=True) if g is not None]
+    if not used:
+        return None
+    residuals = torch.cat([g.flatten(1) for _, g in used], 1)
+    columns = torch.nonzero(residuals.abs().amax(0) > 0).flatten()
+    if not len(columns) or not bool(torch.isfinite(residuals).all()):
+        return None
+    clean = torch.cat([values[i].detach().flatten(1) for i, _ in used], 1)
+    every = len(columns) == clean.size(1)
+    if not every:
+        residuals, clean = residuals[:, columns], clean[:, columns]
+    leaves = tuple(i for i, _ in used)
+    with torch.autocast(residuals.device.type, enabled=False):
+        basis, roots = _directions(residuals)
+    return LossView(leaves, None if every else columns, clean, residuals, basis, roots)
+
+
+def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Basis of the features, and the root of the second moment of the normalised residuals."""
+    norms = residuals.norm(dim=1, keepdim=True)
+    unit = residuals / norms.clamp(min=torch.finfo(residuals.dtype).tiny)
+    unit = unit[norms.squeeze(1) > 0]
+    _, values, vectors = torch.linalg.svd(unit.double(), full_matrices=False)
+    keep = values[:DIRECTIONS] > LEAST * values[0]
+    values = (values[:DIRECTIONS][keep] / len(unit) ** 0.5).to(residuals.dtype)
+    vectors = vectors[:DIRECTIONS][keep].to(residuals.dtype)
+    if residuals.size(1) <= EVERY:
+        return None, vectors * values.unsqueeze(1)
+    return vectors, torch.diag(values)
