@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -172,19 +173,26 @@ class Finder:
         return Mutant(self._file, node.lineno, kind, start, end, new, self._version)
 
 
-class Copy:
-    """A copy of the package for mutants, and the tests that run on it."""
+class Baselines:
+    """Tests that fail without any change, and the time of all, by tests; shared by the copies."""
 
-    def __init__(self, folder: Path, limit: float) -> None:
-        self._folder, self._limit = folder, limit
-        self._broken: dict[tuple[str, ...], tuple[list[str], float]] = {}
-        self._process: subprocess.Popen[str] | None = None
-        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, ...], tuple[list[str], float]] = {}
+        self.lock = threading.Lock()
 
     @property
     def broken(self) -> list[str]:
         """Tests that fail without any change."""
-        return sorted({test for tests, _ in self._broken.values() for test in tests})
+        return sorted({test for tests, _ in self.found.values() for test in tests})
+
+
+class Copy:
+    """A copy of the package for mutants, and the tests that run on it."""
+
+    def __init__(self, folder: Path, limit: float, baselines: Baselines) -> None:
+        self._folder, self._limit, self._baselines = folder, limit, baselines
+        self._process: subprocess.Popen[str] | None = None
+        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
 
     def run(self, mutant: Mutant) -> Result:
         """Run the tests until one fails."""
@@ -213,16 +221,20 @@ class Copy:
     def _baseline(self, tests: list[str]) -> tuple[list[str], float]:
         """Tests that fail without a change, and the time of all tests."""
         key = tuple(tests)
-        if key not in self._broken:
-            started = time.monotonic()
-            code, output = self._pytest(tests, [], None)
-            seconds = time.monotonic() - started
-            failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
-            if code not in (0, 1) or (code == 1 and not failed):
-                raise SystemExit(f"the tests do not run without any change:\n{output[-3000:]}")
-            print(f"{' '.join(tests)}: {seconds:.0f} s, {len(failed)} fail anyway", flush=True)
-            self._broken[key] = (failed, seconds)
-        return self._broken[key]
+        with self._baselines.lock:
+            if key not in self._baselines.found:
+                self._baselines.found[key] = self._measured(tests)
+            return self._baselines.found[key]
+
+    def _measured(self, tests: list[str]) -> tuple[list[str], float]:
+        started = time.monotonic()
+        code, output = self._pytest(tests, [], None)
+        seconds = time.monotonic() - started
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
+        if code not in (0, 1) or (code == 1 and not failed):
+            raise SystemExit(f"the tests do not run without any change:\n{output[-3000:]}")
+        print(f"{' '.join(tests)}: {seconds:.0f} s, {len(failed)} fail anyway", flush=True)
+        return failed, seconds
 
     def _pytest(
         self, tests: list[str], without: list[str], limit: float | None
@@ -343,7 +355,8 @@ def main() -> None:
     print(f"{len(chosen)} of {len(mutants)} mutants", flush=True)
     waiting = [m for m in chosen if m.name not in results]
     with tempfile.TemporaryDirectory() as scratch:
-        copies = [Copy(Path(scratch, str(i)), asked.limit) for i in range(asked.workers)]
+        baselines = Baselines()
+        copies = [Copy(Path(scratch, str(i)), asked.limit, baselines) for i in range(asked.workers)]
         free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for copy in copies:
             free.put(copy)
@@ -362,8 +375,7 @@ def main() -> None:
                 for copy in copies:
                     copy.stop()
                 raise
-    broken = sorted({test for copy in copies for test in copy.broken})
-    text = report(chosen, results, broken)
+    text = report(chosen, results, baselines.broken)
     (asked.output / "report.md").write_text(text, encoding="utf-8")
     print(f"written to {asked.output / 'report.md'}")
 

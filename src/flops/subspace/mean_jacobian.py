@@ -28,7 +28,7 @@ from torch import Tensor
 from flops.subspace.basis import Space
 from flops.subspace.regression import Features, Measurements
 
-ROWS, WORK = 1024, 1_000_000_000  # rows of a system, and products of its kernel
+ROWS, WORK, ROOM = 1024, 1_000_000_000, 1 << 21  # rows of a system; their products; their values
 AGE = 0.8  # weight of a row of the step before
 OWN, RATE = 0.1, 0.2  # assumed share of energy that points do not have in common, and its update
 LEAST, MOST = 1e-3, 1e3  # noise over prior variance
@@ -123,7 +123,8 @@ def _own_share(measurements: Measurements, features: Features) -> float | None:
 
 def _room(space: Space) -> int:
     """Rows of a system."""
-    return max(2, min(ROWS, int((WORK / space.dimensions) ** 0.5)))
+    size = space.dimensions
+    return max(2, min(ROWS, int((WORK / size) ** 0.5), ROOM // size))
 
 
 def _rows(measurements: Measurements, features: Features) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -15,7 +15,7 @@ perturbed tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from flops.subspace.basis import Basis, Change, Moments, Space
 
 FITTED = 512  # maximum of isotropic draws of a point in the fit, which is cubic in them
 BLOCK = 4_000_000  # noise values, or entries of kernels, in one block of points
+ROOM = 1 << 22  # values of all gradients that the moments learn from, if there are several a point
 RIDGES = (1.0, 1 / 3, 3.0)  # factors of the ridge to compare by leave-one-out residuals
 LEAST = 1e-6  # lower bound of the noise in a fit, relative to its kernel
 CLEARLY = 1 - 1e-6  # another ridge must be better by more than rounding
@@ -410,12 +411,14 @@ def learn(
     batch: their second moment is J^T R J, with R that of the residuals.
     """
     space, known = measurements.space, measurements.known
-    if measurements.features is None:
+    features = measurements.features
+    most = ROOM // (space.size * space.dimensions)  # directions of residuals
+    if features is None or most < min(2, len(features.roots)):
         seen = _of_losses(measurements, found)
         resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
     else:
-        seen = _of_features(measurements, measurements.features)
-        resolution = measurements.features.resolution
+        seen = _of_features(measurements, replace(features, roots=features.roots[:most]))
+        resolution = features.resolution
     n, audible = seen.n, seen.energy > (10 * resolution) ** 2
     live = audible & (measurements.iso > 0).to(space.device)[seen.point]
     weight = torch.where(live, n.square() / torch.where(live, seen.energy, 1.0), 0.0)
