@@ -41,6 +41,13 @@ def test_residuals_are_softmax_minus_one_hot(wrap: Any) -> None:
     torch.testing.assert_close(features, change)
 
 
+def test_a_model_may_return_its_losses() -> None:
+    view = view_of(torch.randn(6), torch.zeros(6), lambda o, t: o**2)
+    assert view is not None
+    torch.testing.assert_close(view.residuals, 2 * view.clean)
+    assert view.read(torch.randn(3)).shape == (3, 1)
+
+
 def test_roots_are_those_of_the_second_moment_of_unit_residuals() -> None:
     logits, y = 3 * torch.randn(40, 6).double(), torch.randint(0, 6, (40,))
     view = view_of(logits, y)

@@ -73,7 +73,7 @@ class LossView:
     def read(self, outputs: Any) -> Tensor:
         """The values that the loss reads, shape (rows, K)."""
         found = tree_flatten(outputs)[0]
-        flat = torch.cat([found[i].detach().flatten(1) for i in self.leaves], 1)
+        flat = torch.cat([_flat(found[i].detach()) for i in self.leaves], 1)
         flat = flat if self.columns is None else flat[:, self.columns]
         return flat.to(self.clean.dtype)
 
@@ -118,11 +118,11 @@ def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView 
     used = [(i, g) for i, g in zip(at, grads, strict=True) if g is not None]
     if not used:
         return None
-    residuals = torch.cat([g.flatten(1) for _, g in used], 1)
+    residuals = torch.cat([_flat(g) for _, g in used], 1)
     columns = torch.nonzero(residuals.abs().amax(0) > 0).flatten()
     if not len(columns) or not bool(torch.isfinite(residuals).all()):
         return None
-    clean = torch.cat([values[i].detach().flatten(1) for i, _ in used], 1)
+    clean = torch.cat([_flat(values[i].detach()) for i, _ in used], 1)
     every = len(columns) == clean.size(1)
     if not every:
         residuals, clean = residuals[:, columns], clean[:, columns]
@@ -130,6 +130,10 @@ def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView 
     with torch.autocast(residuals.device.type, enabled=False):
         basis, roots = _directions(residuals)
     return LossView(leaves, None if every else columns, clean, residuals, basis, roots)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(len(x), -1)
 
 
 def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
