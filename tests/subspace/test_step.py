@@ -13,7 +13,7 @@ from flops import ForwardGradient, Group, LikelihoodRatio, diagnose
 from flops.allocators import Gaussian
 from flops.subspace.basis import DENSE
 from flops.subspace.config import Shaping
-from flops.subspace.regression import FITTED
+from flops.subspace.measurements import FITTED
 from tests.conftest import cosine, exact, flat, squared
 from tests.support.noise import noise
 from tests.support.planted import Planted, engine, planted, step

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flops.subspace.basis import Space
-from flops.subspace.regression import Features, Measurements
+from flops.subspace.measurements import Features, Measurements
 
 ROWS, WORK, ROOM = 1024, 1_000_000_000, 1 << 21  # rows of a system; their products; their values
 AGE = 0.8  # weight of a row of the step before
