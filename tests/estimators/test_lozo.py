@@ -142,3 +142,7 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         LOZO(**options)
     assert repr(LOZO(1e-2, 4, 100)) == "LOZO(sigma=0.01, rank=4, interval=100)"
+
+
+def test_defaults_are_the_authors() -> None:
+    assert (LOZO().rank, LOZO().interval) == (2, 50)
