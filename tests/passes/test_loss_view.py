@@ -101,6 +101,20 @@ def test_without_a_derivative_there_is_no_view(loss: Any) -> None:
     assert view_of(torch.randn(4, 3), torch.randint(0, 3, (4,)), loss) is None
 
 
+def test_masked_logits_give_no_view() -> None:
+    logits = torch.randn(4, 3)
+    logits[0, 2] = -torch.inf
+    assert view_of(logits, torch.tensor([0, 2, 1, 0])) is None
+
+
+def test_an_exception_of_a_signal_handler_is_not_swallowed() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        view_of(torch.randn(4, 3), torch.zeros(4), loss)
+
+
 def test_outputs_that_are_no_tensors_give_no_view() -> None:
     def loss(outputs: Any, targets: Tensor) -> Tensor:
         return torch.tensor([len(text) for text in outputs.texts]).double()

@@ -154,6 +154,32 @@ def test_a_loss_that_detaches_outputs_is_learned_from_losses(share: float) -> No
         torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-9)
 
 
+def test_a_wide_site_keeps_few_rows() -> None:
+    """Fewer rows than points fit: the mean is finite, and what is kept is bounded."""
+    size = 300_000
+    model, x, y = problem(size=8, classes=2)
+    model.target = nn.Linear(5, size).double()
+    model.reads = nn.Parameter(torch.randn(size, 2).double() / size**0.5, requires_grad=False)
+    fg = engine(model, 2)
+    for _ in range(2):
+        assert bool(step(fg, x, y).isfinite().all())
+    kept = fg.memory["site"]["mean_jacobian"]
+    assert bool(kept["values"].isfinite().all())
+    assert kept["z"].numel() <= max(1 << 21, 2 * size)
+
+
+def test_old_rows_are_dropped() -> None:
+    """One point and two queries: a thousand steps are no thousand rows, and nothing underflows."""
+    model, x, y = problem(size=40, classes=2)
+    fg = engine(model, 2)
+    for _ in range(120):
+        found = step(fg, x[:2], y[:2])
+    assert bool(found.isfinite().all())
+    kept = fg.memory["site"]["mean_jacobian"]
+    assert len(kept["z"]) < 200
+    assert float(kept["count"].min()) > 1e-3
+
+
 def test_other_classes_start_again() -> None:
     mean = MeanJacobian.from_memory(None, "words", 3, space())
     assert mean.values.shape == (3, 7)

@@ -332,7 +332,8 @@ class QueryLoop:
         for number, (values, points) in zip(self._round, found, strict=True):
             step = self._steps[number]
             if self._ranks.size > 1:  # on all ranks
-                check_finite(values, f"queries of group '{step.group.name}'", points)
+                losses = values if values.dim() == 1 else values[:, 0]
+                check_finite(losses, f"queries of group '{step.group.name}'", points)
             step.estimation.collect(values, points, step.runner)
 
     def _sum_costs(self) -> None:

@@ -113,7 +113,7 @@ def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView 
         with torch.inference_mode(False), torch.enable_grad():
             losses = batch.loss(tree_unflatten(values, spec), torch.arange(size), positions)
             grads = torch.autograd.grad(losses.sum(), [values[i] for i in at], allow_unused=True)
-    except Exception:  # the loss function is the user's: integers, numpy, detached outputs
+    except (RuntimeError, TypeError):  # integers, numpy, detached outputs; not signal handlers'
         return None
     used = [(i, g) for i, g in zip(at, grads, strict=True) if g is not None]
     if not used:
@@ -126,6 +126,8 @@ def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView 
     every = len(columns) == clean.size(1)
     if not every:
         residuals, clean = residuals[:, columns], clean[:, columns]
+    if not bool(torch.isfinite(clean).all()):  # logits that are masked by -inf have no change
+        return None
     leaves = tuple(i for i, _ in used)
     with torch.autocast(residuals.device.type, enabled=False):
         basis, roots = _directions(residuals)

@@ -84,10 +84,9 @@ class MeanJacobian:
         if not len(new[0]):
             return self
         most = _room(measurements.space)
-        kept = tuple(
-            torch.cat([a, b])[:most]
-            for a, b in zip(new, (self.z, self.y, AGE * self.count), strict=True)
-        )
+        young = AGE * self.count > LEAST  # the others say nothing any more
+        old = (self.z[young], self.y[young], AGE * self.count[young])
+        kept = tuple(torch.cat([a, b])[:most] for a, b in zip(new, old, strict=True))
         z, y, count = kept
         measured = _own_share(measurements, features)
         if measured is None or self.measured is None:
@@ -100,10 +99,11 @@ class MeanJacobian:
         energy, rest = (known.energy + flat) / 2, (known.rest + flat) / 2
         kernel = (e * (energy - rest)) @ e.T + rest * (z @ z.T)
         first = slice(len(new[0]) - isotropic, len(new[0]))
-        whole, left = (float(x[first].double().square().sum()) for x in (new[1], residual))
+        whole, left = (float(x[first].double().square().sum()) for x in (y, residual))
         own = min(OWN * whole, left / 2) if measured is None else measured * whole
         ridge = own / max(left - own, LEAST * whole, 1e-300)
-        noise = min(MOST, max(LEAST, ridge)) * kernel.diagonal() / count
+        diagonal = kernel.diagonal().clamp(min=LEAST * float(kernel.diagonal().mean()) + 1e-30)
+        noise = min(MOST, max(LEAST, ridge)) * diagonal / count
         system = (kernel + torch.diag(noise)).double()
         alpha = torch.cholesky_solve(residual.double(), torch.linalg.cholesky(system)).to(z)
         moved = known.lift((alpha.T @ e) * (energy - rest)) + rest * (alpha.T @ z)
@@ -147,8 +147,11 @@ def _rows(measurements: Measurements, features: Features) -> tuple[Tensor, Tenso
         zs.append(u[there])
         ys.append(features.a[there])
         counts.append(torch.ones(len(there), dtype=space.dtype, device=u.device))
+    if zs:  # at most half of the room: isotropic rows look everywhere
+        half = _room(space) // 2
+        zs, ys, counts = ([torch.cat(x)[:half]] for x in (zs, ys, counts))
     fixed = sum(map(len, zs))
-    room = max(0, _room(space) - fixed)
+    room = _room(space) - fixed
     live = max(1, int((measurements.iso > 0).sum()))
     each = max(1, room // live)
     for points, real, whole in measurements.blocks():
