@@ -194,7 +194,7 @@ def test_options_of_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "$ flops compare --task text --preset smollm2" in shown
     with pytest.raises(SystemExit, match="no method 'sgd'"):
         main(["compare", "--task", "text", "--methods", "sgd", "--output", str(tmp_path)])
-    with pytest.raises(SystemExit, match="steps, sweep-steps, lora must be at least 1"):
+    with pytest.raises(SystemExit, match="steps, sweep-steps, curve, lora must be at least 1"):
         main(["compare", "--task", "text", "--steps", "0"])
     with pytest.raises(SystemExit, match="preset must be one of tiny, smollm2, not 'huge'"):
         main(["compare", "--task", "text", "--preset", "huge"])

@@ -28,17 +28,19 @@ TEXT = TextConfig()
 # Of those that there are; DeepZero prunes every matrix first, n-spsa and ops-spsa are of images.
 WANTED = ("bp", "bp+lora", "mezo", "fzoo", "lozo", "lr", "ops-lr", "shaped-lr", "shaped-lr+lora")
 TEXT_METHODS = (ZERO_SHOT, *(m for m in WANTED if m.partition("+")[0] in METHODS))
-# All layers, a small batch, a short sweep, 40 steps: hours on two cores. The budget is what these
-# steps cost shaped-lr; lr and ops-lr, which cost three times as much, are run on request.
+# All layers, a small batch, a short sweep, 24 steps: two hours on two cores. The budget is what
+# these steps cost shaped-lr; lr and ops-lr, which cost three times as much, are run on request.
 TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "smollm2": {
         "model": "smollm2",
         "data": "sentences",
         "methods": tuple(m for m in TEXT_METHODS if m not in ("lr", "ops-lr")),
-        "steps": 40,
-        "sweep_steps": 8,
-        "budget": 2_900.0,
+        "steps": 24,
+        "sweep_steps": 6,
+        "margin": 0.02,
+        "curve": 3,
+        "budget": 1_900.0,
         "seeds": 3,
         "learning_rates": (2e-5, 2e-4, 2e-3),
         "sigmas": (1e-3, 1e-2),  # MeZO's for parameters; activations of the later layers are large
@@ -172,6 +174,11 @@ class CompareText:
     """Noise scales of the sweep."""
     sweep_steps: int = 10
     """Length of a run of the sweep, in steps of the most expensive method."""
+    margin: float = 0.25
+    """The two best learning rates are compared by full runs if their accuracies after the short
+    ones are this close."""
+    curve: int = 5
+    """Evaluations of a reported run, for the plot."""
     model: str = TEXT.model
     """The bundled tiny Llama, smollm2 (after make real-models), a GGUF file, a folder, or a model
     id of the hub."""
@@ -215,7 +222,7 @@ class CompareText:
 
     def run(self) -> None:
         """Measure, print and write."""
-        _check(self, "steps", "sweep_steps", "lora")
+        _check(self, "steps", "sweep_steps", "curve", "lora")
         base = TextConfig(
             model=self.model,
             data=self.data,
@@ -249,6 +256,8 @@ class CompareText:
                 self.workers,
                 Console(),
                 self.lora,
+                self.margin,
+                self.curve,
             )
         )
 

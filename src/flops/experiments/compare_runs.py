@@ -36,7 +36,6 @@ OF_TEXTS = (
     "splits",
     "data_config",
 )
-CURVE = 5  # evaluations of a run whose length is in steps
 
 
 @dataclass(frozen=True)
@@ -197,6 +196,9 @@ class MethodComparison:
         folder: Folder of the results.
         workers: Processes, with one thread each.
         lora: Rank of the adapters of methods with +lora.
+        margin: Accuracy after a short run within which the two best rates are compared by full
+            runs: differences of +10 points have become -20.
+        curve: Evaluations of a reported run whose length is in steps.
     """
 
     methods: tuple[str, ...]
@@ -211,6 +213,8 @@ class MethodComparison:
     workers: int
     console: Console
     lora: int = 8
+    margin: float = 0.25
+    curve: int = 5
 
     @property
     def unit(self) -> Unit:
@@ -267,5 +271,5 @@ class MethodComparison:
 
     def reported(self, method: str, learning_rate: float, sigma: float, seed: int) -> ComparisonRun:
         """A run for the tables: with a test, and with a curve."""
-        more = {"curve": CURVE - 1} if isinstance(self.base, TextConfig) else {}
+        more = {"curve": self.curve - 1} if isinstance(self.base, TextConfig) else {}
         return self.run(method, learning_rate, sigma, seed=seed, test=True, **more)

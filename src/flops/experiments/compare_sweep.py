@@ -15,7 +15,6 @@ from flops.experiments.cells import Cell, run_cells
 from flops.experiments.compare_methods import variant
 from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure_sweep_run
 
-MARGIN = 0.25  # of accuracy after a short run: differences of +10 points have become -20
 SWEEP_SEED = 1000  # never among the reported seeds
 
 
@@ -98,8 +97,9 @@ def sweep(
         for pair in pairs
     }
     tried = tries(study, method, "sweep", short)
-    final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in _best_rates(tried, "cost")}
-    for pair in _best_rates(tried, "epochs"):
+    best = {by: _best_rates(tried, by, study.margin) for by in ("cost", "epochs")}
+    final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in best["cost"]}
+    for pair in best["epochs"]:
         if pair not in final:  # stops after the epochs
             final[pair] = study.run(method, *pair, seed=SWEEP_SEED, budget=None)
     if len(final) == 1:
@@ -109,13 +109,15 @@ def sweep(
     return Chosen(cost.learning_rate, cost.sigma, epochs.learning_rate, epochs.sigma, tried, finals)
 
 
-def _best_rates(tried: Sequence[Tried], by: Literal["cost", "epochs"]) -> list[tuple[float, float]]:
-    """The best setting, and one with another learning rate if it is close."""
+def _best_rates(
+    tried: Sequence[Tried], by: Literal["cost", "epochs"], margin: float
+) -> list[tuple[float, float]]:
+    """The best setting, and one with another learning rate if it is within a margin."""
     order = sorted(tried, key=lambda t: t.score(by), reverse=True)
     best = order[0]
     close = [
         t
         for t in order
-        if t.learning_rate != best.learning_rate and t.score(by)[0] > best.score(by)[0] - MARGIN
+        if t.learning_rate != best.learning_rate and t.score(by)[0] > best.score(by)[0] - margin
     ]
     return [(t.learning_rate, t.sigma) for t in [best, *close[:1]]]
