@@ -40,6 +40,11 @@ SOURCE = Path("src/flops")
 TESTS = {
     "estimators": ["tests/estimators", "tests/exact"],
     "estimators/shaped_parameters.py": ["tests/subspace/test_shaping_parameters.py"],
+    "estimators/shaped_activations.py": [
+        "tests/subspace/test_outputs.py",
+        "tests/subspace/test_shaping.py",
+        "tests/subspace/test_reliability.py",
+    ],
     "allocators": ["tests/allocators"],
     "subspace": ["tests/subspace"],
     "engine/rows.py": ["tests/engine/test_rows.py", "tests/engine/test_pilot.py"],

@@ -147,6 +147,7 @@ EXAMPLES: dict[str, list[Any]] = {
             allocator=Fixed(MANY),
         ),
     ],
+    "paper": flops.presets.paper(deep()),
     "mezo": flops.presets.mezo(deep()),
     "fzoo": flops.presets.fzoo(deep()),
     "lozo": flops.presets.lozo(deep()),

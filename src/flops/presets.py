@@ -1,18 +1,35 @@
-"""Groups of whole methods: all parameters in one group, with draws that the batch shares.
+"""Groups of whole methods, for `ForwardGradient(model, loss_fn, groups)`.
 
-A tied parameter has the same noise in all its uses.
+`paper` is the paper's likelihood ratio, for `Gaussian` or another allocator. The others are those
+of their authors: all parameters in one group, with draws that the batch shares; a tied parameter
+has the same noise in all its uses.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
+from flops.engine.auto_groups import automatic_groups
 from flops.engine.groups import Group
 from flops.estimators import fzoo as _fzoo
 from flops.estimators import jvp as _jvp
 from flops.estimators import lozo as _lozo
 from flops.estimators import mezo as _mezo
 from flops.estimators.base import Estimator
+from flops.estimators.likelihood_ratio import LikelihoodRatio
+
+
+def paper(model: nn.Module, sigma: float = 1e-3, queries: float = 20) -> list[Group]:
+    """Likelihood ratio with isotropic noise on all leaves, in three groups of the layers.
+
+    Args:
+        model: The model to train.
+        sigma: Noise scale.
+        queries: Mean queries per point and group.
+    """
+    return automatic_groups(
+        dict(model.named_modules()), LikelihoodRatio(sigma, targets="leaf"), queries
+    )
 
 
 def mezo(model: nn.Module, sigma: float = 1e-3, queries: int = _mezo.QUERIES) -> list[Group]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from flops import SPSA, ForwardGradient, Group, LikelihoodRatio
+from flops import SPSA, ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops.subspace.config import RELIABLE
 from tests.conftest import squared
 from tests.support.zoo import clip_model, gpt2, llama, vit_model, zero_shot
 
@@ -149,7 +152,9 @@ def test_bare_parameters_in_the_root_are_loose() -> None:
     fg = ForwardGradient(model, squared)
     kinds = {group.name: group.estimator for group in fg.groups}
     assert kinds["loose"] == SPSA(shared=True)
-    assert all(k == LikelihoodRatio() for n, k in kinds.items() if n != "loose")
+    shaped = LikelihoodRatio("auto", "stage", shaping=Shaping(withhold=RELIABLE))
+    assert kinds["before"] == replace(shaped, targets="block")
+    assert all(k == shaped for n, k in kinds.items() if n not in ("before", "loose"))
     fg.estimate(torch.randn(5, 3, 2), torch.randn(5, 2))
     assert all(p.grad is not None for p in model.parameters())
 

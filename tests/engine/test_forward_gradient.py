@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from flops import ES, SPSA, CoverageError, FlopsError, ForwardGradient, Group, LikelihoodRatio
+from flops import (
+    ES,
+    SPSA,
+    CoverageError,
+    FlopsError,
+    ForwardGradient,
+    Group,
+    LikelihoodRatio,
+    presets,
+)
 from flops.allocators import Equal, Fixed
 from flops.estimators import Exact
 from flops.estimators.likelihood_ratio import _Isotropic
@@ -52,10 +61,11 @@ def test_many_queries_point_to_the_gradient(name: str) -> None:
 
 def test_gradients_accumulate() -> None:
     model, (x, y) = mlp(), data()
-    fg = ForwardGradient(model, squared, seed=3)
+    groups = presets.paper(model)
+    fg = ForwardGradient(model, squared, groups, seed=3)
     fg.estimate(x, y)
     first = flat(gradients(model))
-    second_only = ForwardGradient(model, squared, seed=3)
+    second_only = ForwardGradient(model, squared, groups, seed=3)
     second_only.steps = 1
     fg.estimate(x, y)
     both = flat(gradients(model))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, SPSA, ForwardGradient, Group, LikelihoodRatio
+from flops.engine.auto_groups import automatic_groups
 from flops.passes.selection import leaves
-from tests.conftest import gradients, squared
+from tests.conftest import cosine, gradients, squared
 from tests.support.brute import (
     brute_lr,
     brute_pointwise,
@@ -133,7 +134,8 @@ def test_one_group_equals_a_slow_loop(name: str, kind: str) -> None:
 def test_automatic_groups_point_to_the_gradient(name: str) -> None:
     case = CASES[name]()
     truth = case.exact()
-    fg = ForwardGradient(case.model, case.loss_fn)
+    groups = automatic_groups(dict(case.model.named_modules()), LikelihoodRatio())
+    fg = ForwardGradient(case.model, case.loss_fn, groups)
     for _ in range(20):
         fg.estimate(case.inputs, case.targets)
     found = gradients(case.model)
@@ -141,6 +143,19 @@ def test_automatic_groups_point_to_the_gradient(name: str) -> None:
     product = sum(float((found[n] * truth[n]).sum()) for n in truth) / 20
     size = sum(float(t.square().sum()) for t in truth.values())
     assert product / size == pytest.approx(1, abs=0.25)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_defaults_point_to_the_gradient(name: str) -> None:
+    case = CASES[name]()
+    truth = case.exact()
+    fg = ForwardGradient(case.model, case.loss_fn)
+    for _ in range(20):
+        fg.estimate(case.inputs, case.targets)
+    found = gradients(case.model)
+    assert set(found) == set(truth)
+    both = (torch.cat([g[n].flatten() for n in sorted(truth)]) for g in (found, truth))
+    assert cosine(*both) > 0.8
 
 
 class Digits(nn.Module):

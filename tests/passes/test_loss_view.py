@@ -137,3 +137,18 @@ def test_the_engine_looks_only_where_a_group_asks_for_it(monkeypatch: pytest.Mon
             torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
         )
         assert len(seen) == looks
+
+
+def test_outputs_that_a_point_does_not_read_are_left_out() -> None:
+    """The second point has padding where the first has a target."""
+    outputs = torch.randn(2, 3).double()
+    weights = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]]).double()
+    view = loss_view(Batch(torch.zeros(2, 1), weights, weighted), outputs, None)
+    assert view is not None
+    own, features = view.derivatives(torch.ones(2, 3).double(), torch.arange(2))
+    assert features.tolist() == [[1, 1, 1], [0, 1, 1]]
+    torch.testing.assert_close(own, (2 * outputs * weights).sum(1))
+
+
+def weighted(outputs: Tensor, weights: Tensor) -> Tensor:
+    return (outputs.square() * weights).sum(1)

@@ -76,6 +76,15 @@ def test_the_moment_is_that_of_gradients_with_other_residuals() -> None:
     assert float((vectors[:, -3:].T @ known[:, -3:]).square().sum()) > 2.97
 
 
+def test_a_site_may_be_narrower_than_the_outputs() -> None:
+    model, x, y = problem(size=3, classes=7)
+    fg = engine(model, 4)
+    truth = flat(exact(model, entropy, x, y))
+    for _ in range(4):
+        found = step(fg, x, y)
+    assert float((found - truth).norm() / truth.norm()) < 1e-3
+
+
 def test_derivatives_have_no_curvature_of_the_loss() -> None:
     """The model is linear, so that sigma may be as large as one likes; losses alone are bent."""
     model, x, y = problem(size=6)

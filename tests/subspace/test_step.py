@@ -143,9 +143,11 @@ def test_one_dead_point_does_not_stop_the_search_for_a_ridge() -> None:
         lambda out, y: squared(out, y[:, :3]) * y[:, 3],
         [Group(model.target, LikelihoodRatio(1e-2, shaping=Shaping()), 8, name="site")],
     )
+    found = set()
     for _ in range(20):
         fg.estimate(x, torch.cat([y, weight.unsqueeze(1)], 1))
-    assert fg.memory["site"]["ridge"] != 1.0
+        found.add(fg.memory["site"].get("ridge", 1.0))
+    assert len(found) > 1
 
 
 def test_with_a_pilot_the_report_is_of_the_later_queries() -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from torch import nn
 
 from flops.engine.groups import Group
 from flops.errors import CoverageError
 from flops.estimators.base import Estimator
+from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.estimators.spsa import SPSA
+from flops.subspace.config import RELIABLE, Shaping
 
 PARTS = 3
 
@@ -31,7 +34,7 @@ class _Stack:
 def automatic_groups(
     modules: Mapping[str, nn.Module],
     estimator: Estimator,
-    queries: float = 20,
+    queries: float | Literal["auto"] = 20,
     parts: int | Sequence[float] = PARTS,
 ) -> list[Group]:
     """Groups for any model: see the module's docstring.
@@ -39,7 +42,7 @@ def automatic_groups(
     Args:
         modules: All modules by name, the root under the empty name.
         estimator: Estimator of every group of modules.
-        queries: Mean queries per point and group.
+        queries: Mean queries per point and group, or "auto".
         parts: Groups per stack of blocks; or where each ends, as a share of the stack, up to 1.
     """
     if not any(_trains(module) for module in modules.values()):
@@ -65,10 +68,29 @@ def automatic_groups(
                 name = piece if piece in modules else label + piece
                 groups.append(Group(names, estimator, queries, name=name))
     if loose:
+        count = 20 if queries == "auto" else queries  # its draws are shared
         groups.append(
-            Group(parameters=loose, estimator=SPSA(shared=True), queries=queries, name="loose")
+            Group(parameters=loose, estimator=SPSA(shared=True), queries=count, name="loose")
         )
     return groups
+
+
+def default_groups(modules: Mapping[str, nn.Module]) -> list[Group]:
+    """Stages with shaped noise, automatic sigma and automatic queries.
+
+    Modules before the blocks may stand side by side (embeddings of tokens and of positions), so
+    each has noise of its own.
+    """
+    stage = LikelihoodRatio("auto", "stage", shaping=Shaping(withhold=RELIABLE))
+    return [
+        replace(group, estimator=replace(stage, targets="block")) if before(group) else group
+        for group in automatic_groups(modules, stage, "auto")
+    ]
+
+
+def before(group: Group) -> bool:
+    """Whether an automatic group has the modules before the blocks."""
+    return (group.name or "").rpartition(".")[2] == "before"
 
 
 def _trains(module: nn.Module) -> bool:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from flops.allocators.base import Allocator, Signal
 from flops.allocators.budgets import shared_budgets
 from flops.allocators.equal import Equal
-from flops.engine.auto_groups import automatic_groups
+from flops.allocators.gaussian import Gaussian
+from flops.allocators.progress import best_queries
+from flops.engine.auto_groups import default_groups
 from flops.engine.collectives import Collectives, ProcessGroup, fingerprint
 from flops.engine.gradients import Update
 from flops.engine.groups import Group, ResolvedGroup, check_allocators, resolve
@@ -41,7 +43,6 @@ from flops.engine.step import (
 from flops.engine.summary import summary
 from flops.errors import FlopsError
 from flops.estimators.exact import exact_gradients
-from flops.estimators.likelihood_ratio import LikelihoodRatio
 from flops.passes.batch import Batch, LossFunction, positions
 from flops.passes.checks import (
     RandomState,
@@ -58,6 +59,10 @@ from flops.passes.loss_view import LossView, loss_view
 from flops.passes.replay import Passes
 
 SCHEMA = 2
+PATIENCE, LOOK = (
+    16,
+    8,
+)  # steps until an unreliable group rests, and between its queries from then on
 RENAMED = {"captured": "explained_variance", "captures": "explained_by_site"}  # since schema 1
 
 
@@ -67,8 +72,10 @@ class ForwardGradient:
     Args:
         model: Any module. Wrappers (DDP, a compiled copy) are unwrapped.
         loss_fn: ``losses = loss_fn(outputs, targets)``, one loss per point, shape (B,).
-        groups: Groups to perturb; None for automatic groups.
-        allocator: Allocation of a group's budget over the points; each group gets a copy.
+        groups: Groups to perturb. None chooses everything: stages of the model's blocks, shaped
+            noise, sigma and queries; see ``print(fg)``. Others are in `flops.presets`.
+        allocator: Allocation of a group's budget over the points; each group gets a copy. None for
+            the Gaussian allocator with automatic groups, and an equal one with given groups.
         embedding: Module (or its name) whose output measures the similarity of points.
         seed: Seed of all noise.
         chunk: Largest number of rows in a pass of queries or local VJPs; None for the batch size,
@@ -109,7 +116,8 @@ class ForwardGradient:
         self.chunk = chunk
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
         if groups is None:
-            groups = automatic_groups(self.modules, LikelihoodRatio())
+            groups = default_groups(self.modules)
+            allocator = Gaussian("standardised") if allocator is None else allocator
         self.groups: list[ResolvedGroup] = resolve(groups, self.modules, self.model)
         self.allocators = {g.name: copy.deepcopy(allocator or Equal()) for g in self.groups}
         check_allocators(self.groups, self.allocators)
@@ -337,7 +345,16 @@ class ForwardGradient:
 
     def budgets(self, size: int) -> dict[str, int]:
         """Queries of each group for ``size`` points; groups may share a total."""
-        budgets = {group.name: budget_of(group, size) for group in self.groups}
+        automatic = [g for g in self.groups if g.automatic and g.estimator.makes_queries]
+        chosen = best_queries(
+            self.memory,
+            {g.name: g.queries for g in automatic},
+            {g.name: g.estimator.unit for g in automatic},
+        )
+        for group in automatic:  # a group that stays unreliable is looked at now and then
+            if self.memory[group.name].get("withheld", 0) > PATIENCE:
+                chosen[group.name] = 0.0 if self.steps % LOOK else group.queries
+        budgets = {g.name: budget_of(g, size, chosen.get(g.name)) for g in self.groups}
         joint = [g for g in self.groups if self.allocators[g.name].across_groups]
         if joint:
             budgets |= shared_budgets(

@@ -135,6 +135,32 @@ class Writer:
         return any(low <= time < high for low, high in self._spans.values() for time in times)
 
 
+class Discard:
+    """Drops a group's gradients, for which nobody waits then.
+
+    Args:
+        writer: Writer of the step.
+    """
+
+    def __init__(self, writer: Writer | Collector) -> None:
+        self._writer = writer
+
+    def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Drop a gradient."""
+
+    def take_draws(self, group: str, draws: Draws) -> float:
+        """Drop a gradient."""
+        return 0.0
+
+    def done(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A group's gradients of these parameters are complete."""
+        self._writer.done(parameters)
+
+    def passed(self, group: str, time: int | None) -> None:
+        """The group's local pass has reached a time; None when it has ended."""
+        self._writer.passed(group, time)
+
+
 class Collector:
     """Collects gradients instead of writing them."""
 
@@ -178,7 +204,7 @@ class GroupSink:
 
     def __init__(
         self,
-        writer: Writer | Collector,
+        writer: Writer | Collector | Discard,
         group: str,
         parameters: Sequence[nn.Parameter],
         hold: bool = False,

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from flops.estimators.base import Estimator
 from flops.passes.selection import Selection
 
 Target = nn.Module | str
+FIRST = 16  # queries per point in the first step of an automatic group
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,7 +33,8 @@ class Group:
         targets: A module, a module's name or name pattern (``*`` matches one part of a name, ``**``
             any number of parts), or a list of these.
         estimator: Estimator of the gradient.
-        queries: Mean number of queries per point; the group's budget is queries * B.
+        queries: Mean number of queries per point; the group's budget is queries * B. "auto" for the
+            most expected progress per cost, step by step (`flops.allocators.progress`).
         name: Name in reports; by default that of the first target.
         parameters: Bare parameters, instead of targets.
 
@@ -42,7 +44,7 @@ class Group:
 
     targets: Target | Iterable[Target] = ()
     estimator: Estimator | None = None
-    queries: float = 20
+    queries: float | Literal["auto"] = 20
     name: str | None = None
     parameters: Iterable[nn.Parameter] = ()
 
@@ -60,15 +62,23 @@ class Group:
         shown = [t if isinstance(t, str) else type(t).__name__ for t in targets]
         what = f"{shown}" if shown else f"parameters=[{len(tuple(self.parameters))}]"
         name = "" if self.name is None else f", name={self.name!r}"
-        return f"Group({what}, {self.estimator!r}, queries={self.queries:g}{name})"
+        queries = self.queries if isinstance(self.queries, str) else f"{self.queries:g}"
+        return f"Group({what}, {self.estimator!r}, queries={queries}{name})"
 
 
 @dataclass(frozen=True, eq=False)
 class ResolvedGroup(Selection):
-    """A group with its targets by name, its estimator and mean queries per point."""
+    """A group with its targets by name, its estimator and mean queries per point.
+
+    Attributes:
+        estimator: Estimator of the gradient.
+        queries: Mean queries per point; of the first step, if they are automatic.
+        automatic: Whether later steps choose them.
+    """
 
     estimator: Estimator
     queries: float
+    automatic: bool = False
 
 
 def resolve(
@@ -127,16 +137,25 @@ def _resolve_one(
         raise CoverageError(
             f"{label}: none of its parameters requires a gradient ({known[id(given[0])]}, ...)"
         )
-    if not isinstance(group.queries, int | float):
-        raise QueryError(f"{label}: queries must be a number, not {group.queries!r}")
-    if not estimator.minimum_queries <= group.queries < math.inf:
+    queries: Any = group.queries
+    automatic = isinstance(queries, str) and queries == "auto"
+    if automatic:
+        if estimator.shared:
+            raise QueryError(
+                f'{label}: queries="auto" needs draws of each point, and those of '
+                f"{type(estimator).__name__} are shared by the batch; give a number"
+            )
+        queries = max(FIRST, estimator.minimum_queries) if estimator.makes_queries else 0
+    if not isinstance(queries, int | float):
+        raise QueryError(f"{label}: queries must be a number or 'auto', not {group.queries!r}")
+    if not estimator.minimum_queries <= queries < math.inf:
         raise QueryError(
             f"{label}: {type(estimator).__name__} needs at least "
             f"{estimator.minimum_queries} queries per point, not {group.queries}"
         )
     first = next(iter(live)) if live else known[id(given[0])]
     name = group.name or first or "model"
-    resolved = ResolvedGroup(name, live, parameters, estimator, group.queries)
+    resolved = ResolvedGroup(name, live, parameters, estimator, queries, automatic)
     estimator.check(resolved)
     return resolved
 

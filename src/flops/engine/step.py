@@ -7,6 +7,7 @@ Phase 2: gradients, group by group and parameter by parameter (`flops.engine.gra
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,8 @@ from torch import Tensor
 from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.budgets import note_demand
 from flops.allocators.fixed import Fixed
-from flops.engine.gradients import Collector, GroupSink, Update, Writer
+from flops.allocators.progress import note_outlook, note_shaped_outlook
+from flops.engine.gradients import Collector, Discard, GroupSink, Update, Writer
 from flops.engine.groups import ResolvedGroup
 from flops.engine.layout import Layout
 from flops.engine.pilot import Pilot
@@ -32,6 +34,8 @@ from flops.estimators.base import (
     Queries,
     RowResults,
     Rows,
+    Runner,
+    Sink,
 )
 from flops.estimators.variance import traces_of, variance
 from flops.passes.checks import check_finite
@@ -39,6 +43,9 @@ from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import LossView
 from flops.passes.replay import Passes
 from flops.subspace.report import ShapingReport
+
+KEEP = 0.8  # decay of running averages
+SIGNAL = 0.01  # least share of signal in an estimate that is all noise
 
 
 @dataclass
@@ -85,9 +92,9 @@ class Session:
         return LocalRunner(self.passes, self.record, size, self.chunk, cost, self.ranks)
 
 
-def budget_of(group: ResolvedGroup, size: int) -> int:
+def budget_of(group: ResolvedGroup, size: int, queries: float | None = None) -> int:
     """Queries of a group for ``size`` points, in whole units of the estimator."""
-    unit, exact = group.estimator.unit, group.queries * size
+    unit, exact = group.estimator.unit, (group.queries if queries is None else queries) * size
     return int(exact + 1e-9 * exact) // unit * unit  # 1.15 * 100 is 115, not 114.99...
 
 
@@ -148,6 +155,28 @@ def _order(allocator: Allocator, signal: Signal) -> Tensor | None:
     return torch.argsort(signal.index)
 
 
+def note_signal(memory: dict[str, Any], norm: float, noise: float) -> None:
+    """Update the running ratio of a group's squared gradient norm to its noise."""
+    old = memory.get("signal_sums", (norm, noise))
+    sums = tuple(KEEP * a + (1 - KEEP) * b for a, b in zip(old, (norm, noise), strict=True))
+    memory["signal_sums"], memory["signal"] = sums, sums[0] / sums[1] if sums[1] > 0 else math.inf
+
+
+class Idle(Estimation):
+    """A step without queries and without a gradient."""
+
+    def plan(self) -> Plan | None:
+        """Nothing to run."""
+        return None
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """No gradient."""
+
+    def finish(self) -> Estimate:
+        """No statistics."""
+        return Estimate()
+
+
 class GroupStep:
     """One group in one step: allocation and queries; then its gradient.
 
@@ -198,6 +227,8 @@ class GroupStep:
         self._pilot: Pilot | None = None
         if not group.estimator.makes_queries:
             self._begin(queries)
+        elif not signal.budget:
+            self.estimation, self.dropped = Idle(), queries.size
         elif allocator.pilot:
             self._pilot = Pilot(allocator.pilot, signal, queries)
             self.counts = self._pilot.counts
@@ -235,7 +266,8 @@ class GroupStep:
         """Write the gradient times a scale, and train the allocator."""
         size, pilot, parameters = self._queries.size, self._pilot, self.group.parameters
         shared = self.runner.world_size > 1 and self.estimation.partial
-        sink = GroupSink(writer, self.group.name, parameters, pilot is not None or shared, exact)
+        target = Discard(writer) if self.estimation.withheld else writer
+        sink = GroupSink(target, self.group.name, parameters, pilot is not None or shared, exact)
         share = 0.0 if pilot is None else pilot.share
         self.estimation.write(sink, self.runner, (1 - share) * scale)
         if shared:
@@ -255,9 +287,24 @@ class GroupStep:
             self.snr = max(0.0, norm - self.noise) / self.noise
         self.shaping = self.estimate.shaped.report if self.estimate.shaped is not None else None
         self.loss, self.cosine = first.loss, sink.cosine
+        cost = self.cost.queries / max(self.cost.rows, 1)
         if self.allocator.across_groups and first.points is not None:
-            cost = self.cost.queries / max(self.cost.rows, 1)
             note_demand(self._queries.memory, traces_of(first, size), norm, cost)
+        if self.shaping is not None and self.noise > 0:
+            note_signal(self._queries.memory, norm, self.noise)
+        if self.group.automatic and self.dropped < size:
+            self._note_outlook(norm, cost)
+
+    def _note_outlook(self, norm: float, cost: float) -> None:
+        """What the next step can expect of some queries; nothing while the group is withheld."""
+        shaped, memory = self.estimate.shaped, self._queries.memory
+        queries, local = float(self.counts.double().mean()), self.cost.local / self._queries.size
+        count = sum(p.numel() for p in self.group.parameters)
+        if shaped is None:  # unbiased: longer than the gradient
+            energy = max(norm - self.noise, SIGNAL * self.noise)
+            note_outlook(memory, count, energy, self.noise, queries, cost, local)
+        elif shaped.left and not self.estimation.withheld:
+            note_shaped_outlook(memory, count, norm, shaped.left, queries, cost, local)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
                 f"{sum(p.numel() for p in group.parameters):,}",
                 noise,
                 type(group.estimator).__name__ + (" shaped" if group.estimator.shaping else ""),
-                f"{group.queries:g}" if group.estimator.makes_queries else "-",
+                _queries(group),
                 cost,
             )
         )
@@ -48,6 +48,12 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
     else:
         end = f"about {total:.0f} forward passes per point and step, plus local VJPs"
     return "\n".join([*(line.rstrip() for line in lines), end])
+
+
+def _queries(group: ResolvedGroup) -> str:
+    if not group.estimator.makes_queries:
+        return "-"
+    return f"auto, {group.queries:g}" if group.automatic else f"{group.queries:g}"
 
 
 def _targets(group: ResolvedGroup) -> str:

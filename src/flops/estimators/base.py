@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -236,11 +236,13 @@ class Estimation(ABC):
         dtype: Type of the values that `tell` returns.
         width: Values that `tell` returns for each draw or row; their shape is (draws, width) if
             that is more than one.
+        withheld: Whether the gradient is too unreliable for ``.grad``; known after `collect`.
     """
 
     partial: bool = False
     dtype: torch.dtype = torch.float32
     width: int = 1
+    withheld: bool = False
 
     @abstractmethod
     def plan(self) -> Plan | None:
@@ -275,7 +277,7 @@ class Estimator(ABC):
     """Estimates the gradient of the mean loss with respect to a group's parameters.
 
     Attributes:
-        sigma: Noise scale; None without noise.
+        sigma: Noise scale; None without noise, "auto" if it is searched for.
         shaping: Options of shaped noise; None for isotropic noise.
         shared: Whether all points of the batch see the same draw; counts must then be equal.
         seeded: Whether its gradients are keys and scalars (`Sink.add_draws`).
@@ -290,7 +292,7 @@ class Estimator(ABC):
             pass, and `Estimate.loss` is reported instead.
     """
 
-    sigma: float | None = None
+    sigma: float | Literal["auto"] | None = None
     shaping: Shaping | None = None
     shared: bool = False
     whole_model: bool = False

@@ -14,7 +14,6 @@ ones causes a bias of order sigma^2, like the smoothing itself.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flops.errors import BatchError, CoverageError, PrecisionWarning
+from flops.estimators.automatic_sigma import Auto, SigmaSearch, chosen
 from flops.estimators.base import (
     Estimate,
     Estimation,
@@ -35,18 +35,16 @@ from flops.estimators.base import (
     Runner,
     Sink,
 )
+from flops.estimators.shaped_activations import ShapedActivations, signed
 from flops.estimators.variance import LeafEnergies, jacobian_energy, users_frame, warn_if_rounding
 from flops.passes.local_vjp import LocalTarget, stage_target, trainable
-from flops.passes.loss_view import LossView
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
 from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
-from flops.perturb.noise_tables import negative, values
+from flops.perturb.noise_tables import values
 from flops.perturb.random import KINDS, Kind, NoiseStream
-from flops.subspace.basis import Space, site_grids
 from flops.subspace.config import Shaping
-from flops.subspace.step import ShapedStep, full_precision
 
 Targets = Literal["leaf", "block", "stage"]
 Baseline = Literal["clean", "antithetic", "none"]
@@ -54,7 +52,6 @@ HALF = (torch.float16, torch.bfloat16)
 HALF_UNITS, LEAST_UNITS = 12, 4  # default and least sigma in half precision, in ulp
 CHEAP = 0.1  # of a forward pass per point
 FEW = 8  # sites whose noise may be stored as 16-bit codes
-UNLIKE = 0.2  # derivatives by outputs and by losses may differ, relatively
 PIECE = 1 << 12  # noise values of a row per lookup
 
 
@@ -63,7 +60,8 @@ class LikelihoodRatio(Estimator):
     """Likelihood-ratio estimator on module outputs.
 
     Args:
-        sigma: Noise scale; None for the default of the outputs' type (`default_sigma`).
+        sigma: Noise scale; None for the default of the outputs' type (`default_sigma`), "auto" to
+            search for it (`flops.estimators.automatic_sigma`).
         targets: "block" perturbs the output of each given module, "leaf" those of its leaves,
             "stage" only that of the group's last module.
         baseline: "clean" subtracts the noise-free loss (one query per draw), "antithetic" uses
@@ -80,7 +78,7 @@ class LikelihoodRatio(Estimator):
     pass after the first noise site.
     """
 
-    sigma: float | None = None
+    sigma: float | Auto | None = None
     targets: Targets = "block"
     baseline: Baseline = "clean"
     noise: Kind = "gaussian"
@@ -91,7 +89,15 @@ class LikelihoodRatio(Estimator):
         """Check the options."""
         if self.last_tokens is not None and self.last_tokens < 1:
             raise ValueError(f"last_tokens must be at least 1, not {self.last_tokens}")
-        if self.sigma is not None and not 0 < self.sigma < float("inf"):
+        if isinstance(self.sigma, str):
+            if self.sigma != "auto":
+                raise ValueError(f"sigma must be a number, None or 'auto', not '{self.sigma}'")
+            if self.baseline == "none":
+                raise ValueError(
+                    'sigma="auto" needs directional derivatives: use baseline="clean" or '
+                    '"antithetic"'
+                )
+        elif self.sigma is not None and not 0 < self.sigma < float("inf"):
             raise ValueError(f"sigma must be positive and finite, not {self.sigma}")
         for value, allowed in (
             (self.targets, get_args(Targets)),
@@ -159,22 +165,37 @@ class LikelihoodRatio(Estimator):
 
     def begin(self, binding: Sites, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
-        options = replace(self, sigma=self.sigma or default_sigma(binding.dtype))
-        _warn_if_lost(options.scale, binding.dtype, queries)
         mask = runner.passes.batch.named("attention_mask") if self.last_tokens is not None else None
         if mask is not None and not bool(mask[:, -1].all()):
             raise BatchError(
                 f"group '{queries.name}': last_tokens perturbs the last positions, which are "
                 "padding in some rows; pad on the left: tokenizer.padding_side = 'left'"
             )
+        if self.sigma == "auto":
+            found, search = chosen(queries.memory, queries.key[1])
+            now, begin = (
+                found or default_sigma(binding.dtype),
+                partial(self._begin, binding, queries),
+            )
+            if not search:
+                return begin(runner, now)
+            options = replace(self, sigma=now)
+            return SigmaSearch(options, binding, queries, found is None, partial(begin, runner))
+        sigma = self.sigma or default_sigma(binding.dtype)
+        _warn_if_lost(sigma, binding.dtype, queries)
+        return self._begin(binding, queries, runner, sigma)
+
+    def _begin(self, binding: Sites, queries: Queries, runner: Runner, sigma: float) -> Estimation:
+        options = replace(self, sigma=sigma)
         if self.shaping is not None:
-            return _Shaped(options, self.shaping, binding, queries, runner)
+            return ShapedActivations(options, self.shaping, binding, queries, runner)
         return _Isotropic(options, binding, queries, runner)
 
     @property
     def scale(self) -> float:
-        """Sigma, after the default was set."""
+        """Sigma, after it was chosen."""
         assert self.sigma is not None
+        assert not isinstance(self.sigma, str)
         return self.sigma
 
     def derivatives(self, losses: Tensor, clean: Tensor, dtype: torch.dtype) -> Tensor:
@@ -243,7 +264,7 @@ class _Isotropic(Estimation):
         z = self._stream.buffered(rows.points[once], rows.draws[once], self._compact)
         self._z = z.to(self.dtype) if z.is_floating_point() else z  # (draws, size)
         with torch.inference_mode():
-            edits = self._binding.edits(_signed(self._z, self._options.unit), self._options.scale)
+            edits = self._binding.edits(signed(self._z, self._options.unit), self._options.scale)
         return Perturbation(self._binding.query_prefix, edits=edits)
 
     def tell(self, rows: Rows, results: RowResults) -> Tensor:
@@ -282,145 +303,6 @@ class _Isotropic(Estimation):
         """Directional derivatives, and the factors of their variance."""
         directions = self._binding.size if self._options.noise == "orthogonal" else 0
         return Estimate(self._derivatives, self._points, self._factors, directions)
-
-
-class _Shaped(Estimation):
-    """delta is the posterior estimate from isotropic and shaped queries."""
-
-    partial = True
-
-    def __init__(
-        self,
-        options: LikelihoodRatio,
-        shaping: Shaping,
-        binding: Sites,
-        queries: Queries,
-        runner: Runner,
-    ) -> None:
-        self._options, self._binding, self._queries = options, binding, queries
-        self.dtype = torch.promote_types(torch.float32, binding.dtype)
-        self._device = binding.sites[0].leaf.device
-        self._view = queries.view if options.reads_outputs else None
-        grids, mask = site_grids(binding, shaping.mask, runner.passes, queries.memory)
-        names = [binding.structure.calls[site.call].name for site in binding.sites]
-        space = Space(
-            grids,
-            options.unit,
-            options.noise,
-            self.dtype,
-            options.scale,
-            names,
-            queries.key,
-            queries.ids,
-            mask,
-            self._device,
-        )
-        self._step = ShapedStep(
-            space,
-            shaping,
-            queries.memory,
-            queries.counts,
-            queries.losses,
-            queries.decide,
-            self._view,
-        )
-        self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
-        self._derivatives, self._points = torch.empty(0), torch.empty(0)
-        self._factors = 0.0
-        self._features: list[Tensor] = []
-        if self._view is not None:
-            self.width = 2 if runner.world_size == 1 else 2 + self._view.size
-
-    def plan(self) -> PointPlan | None:
-        """One round."""
-        plan, self._plan = self._plan, None
-        return plan
-
-    def ask(self, rows: Rows) -> Perturbation:
-        """Isotropic noise and directions of the basis, on the outputs of the targets."""
-        once = slice(None, None, self._options.unit)
-        z = self._step.rows(rows.points[once], rows.draws[once])
-        with torch.inference_mode():
-            edits = self._binding.edits(_signed(z, self._options.unit), self._options.scale)
-        evaluate = None if self._view is None else partial(_with_outputs, self._view)
-        return Perturbation(self._binding.query_prefix, edits=edits, evaluate=evaluate)
-
-    def tell(self, rows: Rows, results: RowResults) -> Tensor:
-        """Directional derivatives along unit vectors: of the loss, and of what it reads."""
-        once = slice(None, None, self._options.unit)
-        points, draws = rows.points[once], rows.draws[once]
-        clean = self._queries.losses[rows.points].cpu()
-        w = self._options.derivatives(results.losses.cpu(), clean, self.dtype)
-        if self._view is None or results.outputs is None:
-            return self._step.scaled(points, draws, w)
-        with full_precision(results.outputs.device):
-            before = self._view.clean[rows.points]
-            change = self._options.derivatives(results.outputs, before, before.dtype)
-            own, features = self._view.derivatives(change, points)
-        w = torch.stack([w, own.cpu().to(self.dtype)], 1)
-        if self.width == 2:  # nobody else needs them: they stay on the device
-            self._features.append(self._step.scaled(points, draws, features))
-            return self._step.scaled(points, draws, w)
-        return self._step.scaled(points, draws, torch.cat([w, features.cpu().to(self.dtype)], 1))
-
-    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
-        """Estimate every point's delta, and update the subspace."""
-        features, clean = None, self._queries.losses.abs().median()
-        if self._view is not None:
-            losses, values, rest = values[:, 0], values[:, 1], values[:, 2:]
-            if _agree(values, losses):
-                features = torch.cat(self._features) if self.width == 2 else rest
-            else:
-                values = losses
-        self._features = []
-        self._step.collect(values, points, features)
-        self._derivatives, self._points = values, points
-        isotropic = self._step.isotropic  # along a known direction it may be 0
-        if features is None or self._view is None:
-            differences = (values[isotropic] * self._options.scale).to(clean.dtype)
-            warn_if_rounding(self._queries, differences)
-        else:
-            change = features[isotropic.to(features.device)].norm(dim=1) * self._options.scale
-            largest = float(self._view.clean.abs().max())
-            warn_if_rounding(self._queries, change.to(self._view.clean.dtype), largest, "output")
-
-    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
-        """The local VJPs of all targets."""
-        binding, size = self._binding, self._queries.size
-        self._factors = jacobian_energy(binding, self._queries, runner)
-        deltas = binding.split(self._step.delta * (scale / size))
-        own = runner.share(size) if runner.world_size > 1 else None
-        runner.local_vjps(binding, deltas, sink, own)
-
-    def finish(self) -> Estimate:
-        """Directional derivatives, energies and errors."""
-        return Estimate(self._derivatives, self._points, self._factors, shaped=self._step.shaped)
-
-
-def _with_outputs(view: LossView, run: Callable[..., Tensor]) -> RowResults:
-    """Losses of a pass, and what they read of its outputs."""
-    seen: list[Tensor] = []
-    losses = run(see=lambda outputs, _: seen.append(view.read(outputs)))
-    return RowResults(losses, seen[0])
-
-
-def _agree(found: Tensor, losses: Tensor) -> bool:
-    """Whether derivatives by the outputs are those of the losses, up to curvature and rounding.
-
-    They are not if the loss function detaches some outputs, or reads anything else.
-    """
-    squares = found.double().square()
-    if not float(squares.sum()) > 0:
-        return False
-    error = (losses - found).double()
-    slope = float((found * error).sum() / squares.sum())
-    spread = float((squares * error.square()).sum().sqrt() / squares.sum())
-    return abs(slope) <= UNLIKE + 4 * spread
-
-
-def _signed(z: Tensor, unit: int) -> Tensor:
-    """Noise of the rows, given that of the draws; pairs are adjacent."""
-    return z if unit == 1 else torch.stack([z, negative(z)], 1).flatten(0, 1)
 
 
 def accumulate(delta: Tensor, points: Tensor, weighted: Tensor, z: Tensor) -> None:

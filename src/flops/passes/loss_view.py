@@ -82,8 +82,13 @@ class LossView:
         return change if self.basis is None else change @ self.basis.T
 
     def derivatives(self, change: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the points' losses, (rows,), and of the features, (rows, p), along a change."""
-        return (change * self.residuals[points]).sum(1), self.features(change)
+        """Of the points' losses, (rows,), and of the features, (rows, p), along a change.
+
+        Outputs that a point's loss does not read (logits at its padding, which others read) say
+        nothing of its gradient, and are left out.
+        """
+        residuals = self.residuals[points]
+        return (change * residuals).sum(1), self.features(change * (residuals != 0))
 
 
 def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView | None:

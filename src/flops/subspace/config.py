@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+RELIABLE = 0.2  # expected cosine from which a group is stepped, where nothing is set
+
 
 @dataclass(frozen=True)
 class Shaping:
@@ -20,6 +22,13 @@ class Shaping:
             learned from, else 4.
         outputs: Learn from all outputs that the loss reads, where it is a differentiable function
             of the model's outputs, not from the losses alone.
+        withhold: Least reliability of a group, the expected cosine of a point's estimate to its
+            gradient. Below, and below 2.5 times as much while the batch's gradient is smaller than
+            its noise, ``.grad`` is left as it is, so that torch's optimizers skip the parameters:
+            steps along noise do harm, under Adam most of all, whose steps do not shrink with the
+            gradient. The group's queries still teach it where the gradient lives. 0 always writes.
+            For noise on activations where outputs are learned from; an unbiased estimate, and one
+            from losses alone, which learns slowly, is always written.
     """
 
     explore: float | None = None
@@ -28,6 +37,7 @@ class Shaping:
     mask: str = "attention_mask"
     warm: int | None = None
     outputs: bool = True
+    withhold: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -37,6 +47,8 @@ class Shaping:
             raise ValueError(f"decay must lie in [0, 1), not {self.decay}")
         if self.warm is not None and self.warm < 0:
             raise ValueError(f"warm must lie in [0, inf), not {self.warm}")
+        if not 0 <= self.withhold < 1:
+            raise ValueError(f"withhold must lie in [0, 1), not {self.withhold}")
 
     def __repr__(self) -> str:
         given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)]

@@ -21,12 +21,14 @@ class Design:
         known: The basis.
         iso: Isotropic draws of each point, shape (B,).
         draws: All draws of each point, shape (B,).
-        prediction: Predicted gradient of each point, shape (B, dimensions), and the share of the
-            energy that it is expected to hold; None without.
+        prediction: Predicted gradient of each point, zero at padding, shape (B, dimensions), and
+            the share of the energy that it is expected to hold; None without.
 
     Attributes:
         prior: Expected energy share of each direction, shape (B, m) or (1, m).
         measured: Directions that each point measures, shape (B, m).
+        expected: Mean share of the energy that the predicted gradients are expected to hold outside
+            of these directions.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Design:
         self.space, self.known, self.iso, self.draws = space, known, iso, draws
         shaped = draws - iso
         self.prior, self._order = _order(space, known, int(shaped.max()))
-        self._first, self.predicted = iso, None
+        self._first, self.predicted, self.expected = iso, None, 0.0
         if prediction is not None and int(shaped.max()):
             self.measured = self._measures(shaped - 1)
             used, self.predicted = self._outside(*prediction, shaped)
@@ -64,8 +66,6 @@ class Design:
         Those where it is expected to hold more energy. Also its unit vectors, outside of what else
         is measured, zero for the others.
         """
-        if self.space.mask is not None:
-            predicted = predicted * self.space.mask
         left = predicted - self.known.lift(self.known.coordinates(predicted) * self.measured)
         squares, whole = left.square().sum(1), predicted.square().sum(1)
         points = torch.arange(len(shaped))
@@ -73,6 +73,7 @@ class Design:
         prior = self.prior.expand(len(shaped), -1)[points.to(last.device), last]
         used = (share * squares > prior * whole) & (squares > 1e-6 * whole)
         used &= (shaped > 0).to(used.device)
+        self.expected = share * float((squares / whole.clamp(min=1e-30)).double().mean())
         units = left / squares.clamp(min=1e-30).sqrt().unsqueeze(1)
         return used.long().cpu(), torch.where(used.unsqueeze(1), units, 0.0)
 

@@ -58,7 +58,7 @@ class MeanJacobian:
     def empty(cls, name: Any, features: int, space: Space) -> MeanJacobian:
         """Without data."""
         values = torch.zeros(features, space.dimensions, dtype=space.dtype, device=space.device)
-        return cls(name, values, None, values[:0], values[:0, :features].clone(), values[:0, 0])
+        return cls(name, values, None, values[:0], values.new_zeros(0, features), values[:0, 0])
 
     @classmethod
     def from_memory(

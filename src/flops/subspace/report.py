@@ -34,6 +34,9 @@ class ShapingReport:
         sites: Reports by site.
         predicted: Share of the points that also measured the gradient predicted by the mean
             Jacobian (`flops.subspace.mean_jacobian`).
+        reliability: Expected cosine of a point's estimate to its gradient, from held-out queries.
+            NaN in a first step that shows its own directions.
+        withheld: Whether the group is too unreliable, and ``.grad`` was left as it was.
     """
 
     k: float
@@ -42,3 +45,5 @@ class ShapingReport:
     correction: float
     sites: tuple[SiteReport, ...]
     predicted: float = 0.0
+    reliability: float = 0.0
+    withheld: bool = False

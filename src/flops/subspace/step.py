@@ -9,6 +9,7 @@ isotropic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,8 +35,11 @@ from flops.subspace.report import ShapingReport, SiteReport
 
 TUNE = 4  # steps between searches for a better ridge
 AVERAGE = 0.9  # decay of running averages
+DOUBT = 2.5  # times the least reliability: below, the batch's gradient must be above its noise
+RECENT = 0.8  # decay of the reliability, which rises fast in the first steps
 KEEP = 0.98  # decay of the second moments per step
 SEEING, BLIND = 1, 4  # isotropic steps before the first directions, with and without outputs
+LARGEST = 64  # queries per point that are looked ahead
 FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
 
 
@@ -52,12 +56,14 @@ class ShapedEstimate:
         error: Estimated squared error of its estimate, shape (B,).
         dimensions: Noise values of a row.
         report: Summary.
+        left: Expected error over energy with 0, 1, 2, ... queries per point.
     """
 
     energy: Tensor
     error: Tensor
     dimensions: int
     report: ShapingReport
+    left: tuple[float, ...] = ()
 
 
 def exploration(shaping: Shaping, explained: float) -> float:
@@ -165,6 +171,8 @@ class ShapedStep:
         if self._view is None or self._mean is None:
             return None
         found = self._view.coordinates.to(self._mean.values) @ self._mean.values
+        if self.space.mask is not None:
+            found = found * self.space.mask
         return found, self._mean.common
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
@@ -231,6 +239,11 @@ class ShapedStep:
             fitted = measurements.fitted.clamp(min=1).to(space.device)
             noise = found.error * space.dimensions / fitted
             error = (1 - eta) ** 2 * found.error + eta**2 * noise
+        if space.mask is not None:  # directions extend over padding, whose gradient is zero
+            self.delta = self.delta * space.mask
+        # The first directions come from the same queries: their error is not held out.
+        unknown = warm and outputs is not None and not shaping.unbiased
+        reliability = math.nan if unknown else self._reliability(found.energy, error)
         by_site = [0.0] * len(space.grids)
         if not warm:
             by_site = explained_by_site(measurements, found)
@@ -252,11 +265,67 @@ class ShapedStep:
             predicted=0.0
             if design.predicted is None
             else float(design.predicted.any(1).double().mean()),
+            reliability=reliability,
+            withheld=outputs is not None and self._withheld(reliability),
         )
         real = torch.arange(measurements.w.size(1)) < draws.unsqueeze(1)
         at, number = torch.nonzero(real).unbind(1)
         self.isotropic = number < iso[at]
-        self.shaped = ShapedEstimate(found.energy.cpu(), error.cpu(), space.dimensions, report)
+        self.shaped = ShapedEstimate(
+            found.energy.cpu(),
+            error.cpu(),
+            space.dimensions,
+            report,
+            () if unknown else self._left(1 - reliability**2),
+        )
+
+    def _reliability(self, energy: Tensor, error: Tensor) -> float:
+        """Expected cosine of a point's estimate to its gradient, over the last steps.
+
+        For an estimate without correlation to its error, the squared cosine is 1 - error / energy;
+        the error is held out. Sums, not ratios, are averaged: those of a step are noisy.
+        """
+        sums = (float(energy.double().sum()), float(error.double().sum()))
+        kept = self._memory.get("reliability")
+        if kept is not None:
+            old, new = (RECENT, 1 - RECENT)
+            sums = (old * kept[0] + new * sums[0], old * kept[1] + new * sums[1])
+        self._memory["reliability"] = sums
+        return max(0.0, 1 - sums[1] / sums[0]) ** 0.5 if sums[0] > 0 else 0.0
+
+    def _withheld(self, reliability: float) -> bool:
+        """Whether the gradient is mostly noise: of the points, or, if in doubt, of their sum."""
+        shaping, memory = self._shaping, self._memory
+        if shaping.unbiased or not shaping.withhold:
+            return False
+        drowned = memory.get("signal", 1.0) < 1 and reliability < DOUBT * shaping.withhold
+        withheld = reliability < shaping.withhold or drowned
+        memory["withheld"] = memory.get("withheld", 0) + 1 if withheld else 0
+        return withheld
+
+    def _left(self, now: float) -> tuple[float, ...]:
+        """Error over energy with 0, 1, 2, ... queries per point, given that of this step.
+
+        From the energy outside of the directions that they would measure. What this step missed
+        beyond its own expectation, more queries would miss, too.
+        """
+        shaping, design = self._shaping, self._design
+        inside = design.prior.mean(0).cpu().double().sort(descending=True).values.cumsum(0).tolist()
+        predicted = design.expected
+
+        def outside(queries: int) -> float:
+            draws = queries // self.space.unit
+            iso = min(max(1, round(draws * exploration(shaping, self._explained))), draws)
+            count = min(draws - iso, len(inside))
+            if count < 1:
+                return 1.0
+            before = inside[count - 2] if count > 1 else 0.0
+            return float(max(1e-3, 1 - before - max(inside[count - 1] - before, predicted)))
+
+        mean = float(design.draws.double().mean()) * self.space.unit
+        here = outside(max(1, round(mean)))
+        scale, beyond = min(1.0, now / here), max(0.0, now - here)
+        return tuple(scale * outside(n) + beyond for n in range(LARGEST + 1))
 
     def _again(
         self, measurements: Measurements, moments: Sequence[Moments]

@@ -27,7 +27,7 @@ from flops import presets
 from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
 from flops.allocators.gaussian import Feature
-from flops.engine.auto_groups import automatic_groups
+from flops.engine.auto_groups import automatic_groups, before
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.estimators import DeepZero, Exact, LikelihoodRatio
@@ -201,9 +201,12 @@ def estimator(method: Method, sigma: float) -> Estimator:
 
 
 def _estimator_of(group: Group, method: Method, sigma: float) -> Estimator:
-    """The estimator of a group: every token of the embeddings counts."""
-    before = (group.name or "").rpartition(".")[2] == "before"
-    return estimator(dataclasses.replace(method, last_tokens=None) if before else method, sigma)
+    """The estimator of a group; embeddings may stand side by side, and all their tokens count."""
+    if before(group) and method.perturbs == "stage":
+        method = dataclasses.replace(method, last_tokens=None, targets="block")
+    elif before(group):
+        method = dataclasses.replace(method, last_tokens=None)
+    return estimator(method, sigma)
 
 
 def _by_place(groups: Sequence[Group], method: Method) -> list[float]:

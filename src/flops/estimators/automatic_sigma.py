@@ -1,0 +1,163 @@
+"""Automatic sigma: large enough for rounding, small enough for linearity.
+
+Under noise sigma z and -sigma z, the loss changes by l+ - l and l- - l. Half their difference, over
+sigma, is the derivative along z; half their sum is what a query gets wrong,
+
+    error(sigma) = (l+ + l- - 2 l) / (2 sigma),
+
+by rounding (it goes with 1/sigma) or by curvature (with sigma). The best sigma has the least error
+relative to the derivatives. One draw of a few points is run at five sigmas, before the queries of
+the step: on a coarse grid until its middle is the best, then on a fine one. The search is repeated
+every `EVERY` steps, because training moves both bounds. Its rows are charged like others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flops.estimators.base import (
+    Estimate,
+    Estimation,
+    Perturbation,
+    Plan,
+    PointPlan,
+    Queries,
+    RowResults,
+    Rows,
+    Runner,
+    Sink,
+)
+from flops.estimators.shaped_activations import ActivationNoise, signed
+from flops.perturb.activations import Sites
+from flops.perturb.random import NoiseStream
+
+Auto = Literal["auto"]
+POINTS = 4  # with one draw each
+COARSE, FINE = 10.0, 10**0.5  # ratio of neighbouring sigmas in the first search, and later
+ROUNDS = 8  # of a search
+SIDE = 2  # sigmas on either side of the present one
+EVERY = 100  # steps until the next search
+BETTER = 0.8  # another sigma's error must be below this share of the present one's
+LARGEST = 1e4  # beyond, a loss without any change does not depend on the noise
+KEY = 11  # in the key of the noise
+
+
+def chosen(memory: dict[str, Any], step: int) -> tuple[float | None, bool]:
+    """Sigma of the last search, None without any; and whether to search in this step."""
+    sigma, last = memory.get("sigma", (None, None))
+    return sigma, last is None or step - last >= EVERY
+
+
+def relative_errors(odd: Tensor, even: Tensor) -> list[float]:
+    """Error over derivative at each sigma; infinite if all noise was rounded away.
+
+    Args:
+        odd: Half of the difference of both losses, shape (draws, sigmas).
+        even: Half of their sum, minus the clean loss.
+    """
+    over, under = (x.double().square().sum(0).sqrt() for x in (even, odd))
+    return torch.where(under > 0, over / under.clamp(min=1e-300), torch.inf).tolist()
+
+
+class SigmaSearch(Estimation):
+    """A round of queries at several sigmas, then the group's estimation at the best.
+
+    Args:
+        options: Options of the noise, at the present sigma.
+        binding: The noise sites.
+        queries: The group's queries.
+        first: Whether it is the group's first search.
+        begin: Begins the estimation at a sigma.
+    """
+
+    def __init__(
+        self,
+        options: ActivationNoise,
+        binding: Sites,
+        queries: Queries,
+        first: bool,
+        begin: Callable[[float], Estimation],
+    ) -> None:
+        self._binding, self._queries, self._begin = binding, queries, begin
+        self._sigma, self._ratio, self._rounds = options.scale, COARSE if first else FINE, 0
+        self._powers = torch.arange(-SIDE, SIDE + 1, dtype=torch.float64)
+        self.dtype = torch.promote_types(torch.float32, binding.dtype)
+        self.width = 2
+        counts = torch.zeros(queries.size, dtype=torch.long)
+        places = torch.linspace(0, queries.size - 1, min(POINTS, queries.size)).round().long()
+        counts[places] = 2 * len(self._powers)
+        self._counts = counts
+        self._found: Estimation | None = None
+        ones, device = [1] * queries.size, binding.sites[0].leaf.device
+        key = (*queries.key, KEY)
+        self._stream = NoiseStream("gaussian", key, queries.ids, ones, binding.size, device)
+
+    @property
+    def found(self) -> Estimation:
+        """The estimation at the best sigma."""
+        assert self._found is not None, "the search is not over"
+        return self._found
+
+    def plan(self) -> Plan | None:
+        """Rounds of the search first."""
+        return PointPlan(self._counts, unit=2) if self._found is None else self._found.plan()
+
+    def ask(self, rows: Rows) -> Perturbation:
+        """The same noise at every sigma, with both signs."""
+        if self._found is not None:
+            return self._found.ask(rows)
+        points = rows.points[::2]
+        z = self._stream.rows(points, torch.zeros_like(points)).to(self.dtype)
+        z = z * (self._ratio ** self._powers[rows.draws[::2]]).to(z).unsqueeze(1)
+        with torch.inference_mode():
+            edits = self._binding.edits(signed(z, 2), self._sigma)
+        return Perturbation(self._binding.query_prefix, edits=edits)
+
+    def tell(self, rows: Rows, results: RowResults) -> Tensor:
+        """Odd and even part of the change of the losses."""
+        if self._found is not None:
+            return self._found.tell(rows, results)
+        losses, clean = results.losses.cpu(), self._queries.losses[rows.points[::2]].cpu()
+        plus, minus = (losses[i::2] - clean for i in (0, 1))
+        return torch.stack([(plus - minus) / 2, (plus + minus) / 2], 1).to(self.dtype)
+
+    def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
+        """Move, or begin the queries of the step."""
+        if self._found is not None:
+            self._found.collect(values, points, runner)
+            self.withheld = self._found.withheld
+            return
+        odd, even = values.view(-1, len(self._powers), 2).unbind(2)
+        errors = relative_errors(odd, even)
+        best = min(range(len(errors)), key=lambda i: errors[i])
+        if math.isinf(errors[best]) and self._sigma < LARGEST:
+            best = len(errors) - 1
+        elif not errors[best] < BETTER * errors[SIDE]:
+            best = SIDE
+        if self._queries.decide is not None:
+            best = self._queries.decide("sigma", best)
+        self._sigma *= self._ratio ** float(self._powers[best])
+        self._rounds += 1
+        if self._rounds < ROUNDS and (best != SIDE or self._ratio == COARSE):
+            self._ratio = self._ratio if best != SIDE else FINE
+            return
+        self._queries.memory["sigma"] = (self._sigma, self._queries.key[1])
+        self._found = self._begin(self._sigma)
+        self.partial, self.dtype, self.width = (
+            self._found.partial,
+            self._found.dtype,
+            self._found.width,
+        )
+
+    def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
+        """The gradient at the best sigma."""
+        self.found.write(sink, runner, scale)
+
+    def finish(self) -> Estimate:
+        """Statistics of the queries at the best sigma."""
+        return self.found.finish()

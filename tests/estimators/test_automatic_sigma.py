@@ -1,0 +1,133 @@
+"""sigma="auto": between rounding and curvature, for outputs of any size."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops.errors import PrecisionWarning
+from flops.estimators.automatic_sigma import EVERY, chosen, relative_errors
+from tests.conftest import cosine, exact, flat, gradients
+
+
+class Bent(nn.Module):
+    """Outputs of any size, and a loss that bends at their scale, on top of a constant."""
+
+    def __init__(self, size: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.target = nn.Linear(4, 6).to(dtype)
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 10 + torch.sin(self.target(x * self.size) / self.size).sum(1)
+
+
+def take(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs
+
+
+def run(
+    size: float, dtype: torch.dtype, steps: int, sigma: float | str = "auto"
+) -> tuple[ForwardGradient, float]:
+    """The engine after some steps at the same parameters, and the mean cosine of the last ones."""
+    torch.manual_seed(2)
+    model = Bent(size, dtype)
+    with torch.no_grad():
+        model.target.bias.mul_(size)
+    x, y = torch.randn(8, 4, dtype=dtype), torch.zeros(8, dtype=dtype)
+    estimator = LikelihoodRatio(sigma)  # type: ignore[arg-type]
+    fg = ForwardGradient(model, take, Group(model.target, estimator, 60, name="g"))
+    truth = flat(exact(copy.deepcopy(model).double(), take, x.double(), y.double()))
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        fg.estimate(x, y)
+        found.append(cosine(flat(gradients(model)).double(), truth))
+    return fg, sum(found[-3:]) / 3
+
+
+@pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")  # of the sweep
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-2, 1.0, 300.0])
+def test_it_is_as_good_as_the_best_of_a_sweep(size: float, dtype: torch.dtype) -> None:
+    fg, found = run(size, dtype, 3)
+    eps = torch.finfo(dtype).eps
+    best = max(run(size, dtype, 3, size * eps**power)[1] for power in (0.75, 0.5, 0.4, 0.3, 0.2))
+    assert found > 0.97 * best
+    assert fg.memory["g"]["sigma"][0] / size < 3  # below the bend
+
+
+def test_the_search_is_repeated_after_many_steps() -> None:
+    assert chosen({}, 7) == (None, True)
+    assert chosen({"sigma": (1e-2, 0)}, 0) == (1e-2, False)  # the rest after a pilot
+    assert chosen({"sigma": (1e-2, 0)}, EVERY - 1) == (1e-2, False)
+    assert chosen({"sigma": (1e-2, 0)}, EVERY) == (1e-2, True)
+
+
+def test_the_error_of_a_query_is_the_even_part_over_the_odd_one() -> None:
+    odd, even = torch.tensor([[3.0, 0.0], [4.0, 0.0]]), torch.tensor([[0.5, 1.0], [0.0, 1.0]])
+    assert relative_errors(odd, even) == [pytest.approx(0.1), math.inf]
+
+
+def test_a_loss_without_any_change_does_not_raise_sigma_for_ever() -> None:
+    model = Bent(1.0, torch.float64)
+    group = Group(model.target, LikelihoodRatio("auto"), 4, name="g")
+    fg = ForwardGradient(model, lambda outputs, targets: 0 * outputs.detach(), group)
+    x = torch.randn(4, 4).double()
+    with pytest.warns(PrecisionWarning, match="the loss does not depend on this group"):
+        fg.estimate(x, torch.zeros(4))
+    for _ in range(12):
+        fg.estimate(x, torch.zeros(4))
+    assert fg.memory["g"]["sigma"][0] < 1e7
+
+
+def test_its_queries_are_charged_and_only_in_steps_that_search() -> None:
+    torch.manual_seed(0)
+    model = Bent(1.0, torch.float64)
+    x, y = torch.randn(8, 4).double(), torch.zeros(8).double()
+    estimator = LikelihoodRatio("auto", baseline="antithetic")
+    fg = ForwardGradient(model, take, Group(model.target, estimator, 6, name="g"))
+    cost = []
+    for step in range(3):
+        report = fg.estimate(x, y)
+        rows = report.queries - 8 * 6
+        assert rows % (4 * 5 * 2) == 0  # points, sigmas, signs
+        assert (rows > 0) == (step == 0)
+        assert int(report.counts["g"].sum()) == 8 * 6
+        cost.append(report.forward_equivalents.queries / report.queries)
+    assert cost == pytest.approx([cost[0]] * 3)  # each row like any other
+
+
+def test_it_resumes_bit_identically() -> None:
+    torch.manual_seed(3)
+    model = Bent(1.0, torch.float64)
+    x, y = torch.randn(8, 4).double(), torch.zeros(8).double()
+
+    def engine() -> ForwardGradient:
+        group = Group(model.target, LikelihoodRatio("auto", shaping=Shaping()), 6, name="g")
+        return ForwardGradient(model, take, group, seed=5)
+
+    one = engine()
+    for _ in range(3):
+        one.estimate(x, y)
+    two = engine()
+    two.load_state_dict(one.state_dict())
+    for fg in (one, two):
+        model.zero_grad()
+        fg.estimate(x, y)
+        found = flat(gradients(model))
+        if fg is one:
+            first = found
+    assert torch.equal(first, found)
+
+
+def test_it_needs_derivatives() -> None:
+    with pytest.raises(ValueError, match='sigma="auto" needs directional derivatives'):
+        LikelihoodRatio("auto", baseline="none")
+    with pytest.raises(ValueError, match="sigma must be a number, None or 'auto', not 'best'"):
+        LikelihoodRatio("best")  # type: ignore[arg-type]
