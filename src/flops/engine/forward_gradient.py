@@ -346,14 +346,7 @@ class ForwardGradient:
     def budgets(self, size: int) -> dict[str, int]:
         """Queries of each group for ``size`` points; groups may share a total."""
         automatic = [g for g in self.groups if g.automatic and g.estimator.makes_queries]
-        chosen = best_queries(
-            self.memory,
-            {g.name: g.queries for g in automatic},
-            {g.name: g.estimator.unit for g in automatic},
-        )
-        for group in automatic:  # a group that stays unreliable is looked at now and then
-            if self.memory[group.name].get("withheld", 0) > PATIENCE:
-                chosen[group.name] = 0.0 if self.steps % LOOK else group.queries
+        chosen = self._automatic_queries(automatic) if automatic else {}
         budgets = {g.name: budget_of(g, size, chosen.get(g.name)) for g in self.groups}
         joint = [g for g in self.groups if self.allocators[g.name].across_groups]
         if joint:
@@ -364,6 +357,15 @@ class ForwardGradient:
                 self.memory,
             )
         return budgets
+
+    def _automatic_queries(self, groups: Sequence[ResolvedGroup]) -> dict[str, float]:
+        """Queries per point; a group that stays unreliable is looked at now and then."""
+        first = {group.name: group.queries for group in groups}
+        chosen = best_queries(self.memory, first, {g.name: g.estimator.unit for g in groups})
+        for group in groups:
+            if self.memory[group.name].get("withheld", 0) > PATIENCE:
+                chosen[group.name] = 0.0 if self.steps % LOOK else group.queries
+        return chosen
 
     def _reads_clean(self, layout: Layout) -> bool:
         if layout.embedding is not None or self._reads:

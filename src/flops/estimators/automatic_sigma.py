@@ -32,8 +32,9 @@ from flops.estimators.base import (
     Runner,
     Sink,
 )
-from flops.estimators.shaped_activations import ActivationNoise, signed
+from flops.estimators.shaped_activations import ActivationNoise
 from flops.perturb.activations import Sites
+from flops.perturb.noise_tables import signed
 from flops.perturb.random import NoiseStream
 
 Auto = Literal["auto"]

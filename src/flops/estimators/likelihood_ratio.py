@@ -35,14 +35,14 @@ from flops.estimators.base import (
     Runner,
     Sink,
 )
-from flops.estimators.shaped_activations import ShapedActivations, signed
+from flops.estimators.shaped_activations import ShapedActivations
 from flops.estimators.variance import LeafEnergies, jacobian_energy, users_frame, warn_if_rounding
 from flops.passes.local_vjp import LocalTarget, stage_target, trainable
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
 from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
-from flops.perturb.noise_tables import values
+from flops.perturb.noise_tables import signed, values
 from flops.perturb.random import KINDS, Kind, NoiseStream
 from flops.subspace.config import Shaping
 

@@ -29,7 +29,7 @@ from flops.estimators.base import (
 from flops.estimators.variance import jacobian_energy, warn_if_rounding
 from flops.passes.loss_view import LossView
 from flops.perturb.activations import Sites
-from flops.perturb.noise_tables import negative
+from flops.perturb.noise_tables import signed
 from flops.perturb.random import Kind
 from flops.subspace.basis import Space, site_grids
 from flops.subspace.config import Shaping
@@ -191,8 +191,3 @@ def _agree(found: Tensor, losses: Tensor) -> bool:
     slope = float((found * error).sum() / squares.sum())
     spread = float((squares * error.square()).sum().sqrt() / squares.sum())
     return abs(slope) <= UNLIKE + 4 * spread
-
-
-def signed(z: Tensor, unit: int) -> Tensor:
-    """Noise of the rows, given that of the draws; pairs are adjacent."""
-    return z if unit == 1 else torch.stack([z, negative(z)], 1).flatten(0, 1)

@@ -75,3 +75,8 @@ def negative(noise: Tensor) -> Tensor:
 
 def _index(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).bitwise_and_(0xFFFF)  # torch has few operations on uint16
+
+
+def signed(z: Tensor, unit: int) -> Tensor:
+    """Noise of the rows, given that of the draws; pairs are adjacent."""
+    return z if unit == 1 else torch.stack([z, negative(z)], 1).flatten(0, 1)
