@@ -13,7 +13,13 @@ from flops.cli.main import main
 from flops.cli.study import Shaped
 from flops.experiments import shaped, shaped_tables
 from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
-from flops.experiments.shaped_training import TrainingRun, mean_cosines, train
+from flops.experiments.shaped_training import (
+    TrainingRun,
+    cost_to_reach,
+    mean_cosines,
+    steps_above,
+    train,
+)
 
 
 @pytest.mark.slow
@@ -32,6 +38,30 @@ def test_updates_along_the_exact_gradient_are_those_of_backpropagation() -> None
 def test_mean_cosines_leave_out_the_first_steps() -> None:
     result = {"steps": [0, 4, 8], "cosines": [[9.0, 9.0], [1.0, 2.0], [3.0, 4.0]]}
     assert mean_cosines(result, 4) == [2, 3]
+
+
+def test_the_cost_to_reach_an_accuracy_is_that_of_two_epochs() -> None:
+    curve = [(0.0, 0.1), (10.0, 0.95), (20.0, 0.89), (30.0, 0.93)]
+    assert cost_to_reach({"curve": curve}, 0.9) == 20
+    assert cost_to_reach({"curve": curve}, 0.5) == 10
+    assert cost_to_reach({"curve": curve}, 0.97) is None
+
+
+def test_the_first_step_above_a_cosine_is_followed_by_another() -> None:
+    result = {"steps": [0, 4, 8, 12], "cosines": [[0.9], [0.7], [0.85], [0.9]]}
+    assert steps_above(result, 0, 0.8) == 8
+    assert steps_above(result, 0, 0.95) is None
+
+
+def test_costs_and_defaults_are_ratios_to_backpropagation(tmp_path: Path) -> None:
+    study = Shaped(seeds=1, workers=0, most=1, output=tmp_path).study()
+    shaped.main(("cost", "defaults"), study)
+    rows = json.loads((tmp_path / "defaults.json").read_text())[0]["rows"]
+    assert [row[0] for row in rows] == ["backpropagation", "nothing set", "the paper's"]
+    assert rows[0][2].startswith("1.0")
+    assert float(rows[1][2].split()[0]) > 1
+    cost = (tmp_path / "cost.md").read_text()
+    assert "| automatic |" in cost
 
 
 def test_the_best_rate_is_chosen_by_validation() -> None:
@@ -64,7 +94,7 @@ def test_tables_and_plots_are_written_and_finished_runs_are_kept(
     asked = Shaped(seeds=2, workers=0, most=1, output=tmp_path).study()
     study = replace(asked, lengths=((2, 1, 0),), rates=(1e-3,))
     shaped.main(("main", "accuracy"), study)
-    assert "middle third" in capsys.readouterr().out
+    assert "Cosine to the exact gradient" in capsys.readouterr().out
     assert (tmp_path / "main.png").read_bytes().startswith(b"\x89PNG")
     assert "| 2 queries, from step 0 |" in (tmp_path / "main.md").read_text()
     titles = [table["title"] for table in json.loads((tmp_path / "accuracy.json").read_text())]
@@ -76,7 +106,7 @@ def test_tables_and_plots_are_written_and_finished_runs_are_kept(
         assert json.loads(cell.read_text())["result"]["test"] is None
     before = (tmp_path / "main.md").read_text()
     cells = {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")}
-    assert len(cells) == 2 + 2 + 4
+    assert len(cells) == 4 + 2 + 4
     shaped.main(("main", "accuracy"), study)
     assert (tmp_path / "main.md").read_text() == before
     assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")} == cells

@@ -32,7 +32,7 @@ class Theorem:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Measure shaped noise: cosines during training, accuracy, other problems, ablations.
+    """Measure shaped noise: cosines, cost, defaults, accuracy, other problems, ablations.
 
     Every run is saved when it completes; the same command resumes the study.
 
@@ -43,15 +43,10 @@ class Shaped:
     $ flops study shaped --parts main --seeds 1 --most 20 --output runs/look
     """
 
-    parts: tuple[Literal["main", "problems", "accuracy", "grid"], ...] = (
-        "main",
-        "problems",
-        "accuracy",
-        "grid",
-    )
+    parts: tuple[shaped.Part, ...] = shaped.PARTS
     """Parts of the study."""
     seeds: int = 5
-    """Number of seeds of main, problems and accuracy."""
+    """Number of seeds of all parts but grid."""
     grid_seeds: int = 1
     """Number of seeds of grid."""
     workers: int = 2

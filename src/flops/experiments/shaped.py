@@ -1,6 +1,9 @@
 """Study of shaped noise: cosines, accuracy, other problems and ablations.
 
-- `main`: fine-tuning the bundled ViT with shaped noise, cosine of each third of the network.
+- `main`: fine-tuning the bundled ViT with shaped noise, cosine of each third of the network; and
+  the same from losses alone.
+- `cost`: forward equivalents to come within a point of backpropagation, by queries.
+- `defaults`: a new user's `ForwardGradient(model, loss_fn)` after five epochs.
 - `problems`: shaped against isotropic noise on five other problems.
 - `accuracy`: test accuracy against backpropagation after the same number of epochs.
 - `grid`: cosine by target, queries and noise, and ablations.
@@ -25,6 +28,8 @@ from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
 from flops.experiments.shaped_tables import (
     accuracy_sheet,
     best_rates,
+    cost_sheet,
+    defaults_sheet,
     grid_sheet,
     ingredients_sheet,
     main_sheet,
@@ -37,13 +42,25 @@ from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write
 
-Part = Literal["main", "problems", "accuracy", "grid"]
+Part = Literal["main", "cost", "defaults", "problems", "accuracy", "grid"]
 PARTS: tuple[Part, ...] = get_args(Part)
 Key = TypeVar("Key")
 
 RATES = (3e-4, 1e-3, 3e-3)
 SWEEP_SEED = 100  # never among the reported seeds
-MAIN = ((20, 5, 50), (8, 8, 100))
+MAIN = ((20, 5, 50), (8, 8, 50))
+COST: dict[str, dict[str, Any]] = {
+    "backpropagation": {"method": "backpropagation", "epochs": 6},
+    "automatic": {"method": "default", "epochs": 12},
+    "4 queries": {"queries": 4, "epochs": 12},
+    "8 queries": {"queries": 8, "epochs": 8},
+    "20 queries": {"queries": 20, "epochs": 6},
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "backpropagation": {"method": "backpropagation"},
+    "nothing set": {"method": "default"},
+    "the paper's": {"method": "paper"},
+}
 QUERIES = (4, 8, 20, 60)
 GRID_STEPS = 57  # three epochs of batches of 64
 INGREDIENTS: dict[str, dict[str, Any]] = {
@@ -97,25 +114,44 @@ class ShapedStudy:
 
 def _main(study: ShapedStudy) -> list[Sheet]:
     settings = {
-        (queries, start if study.most is None else 0): [
-            TrainingRun(queries=queries, epochs=epochs, most=study.most, seed=seed)
+        (queries, start if study.most is None else 0, outputs): [
+            TrainingRun(queries=queries, epochs=epochs, outputs=outputs, most=study.most, seed=seed)
             for seed in range(study.seeds)
         ]
         for queries, epochs, start in study.lengths
+        for outputs in (True, False)
     }
     found = study.run("main", train, settings)
     lines = {
         third: {
-            f"{queries} queries": (
+            f"{queries} queries{'' if outputs else ', losses alone'}": (
                 results[0]["steps"],
                 [[row[number] for row in r["cosines"]] for r in results],
             )
-            for (queries, _), results in found.items()
+            for (queries, _, outputs), results in found.items()
         }
         for number, third in enumerate(THIRDS)
     }
     plot_over_steps(study.folder / "main.png", lines, "cosine to the exact gradient")
     return [main_sheet(found)]
+
+
+def _runs(study: ShapedStudy, rows: Mapping[str, Any], **common: Any) -> dict[str, list[Any]]:
+    """Settings of each row, per seed."""
+    common |= {"every": 0, "most": study.most}
+    return {
+        name: [TrainingRun(**{**common, **row}, seed=seed) for seed in range(study.seeds)]
+        for name, row in rows.items()
+    }
+
+
+def _cost(study: ShapedStudy) -> list[Sheet]:
+    return [cost_sheet(study.run("cost", train, _runs(study, COST, curve=True)))]
+
+
+def _defaults(study: ShapedStudy) -> list[Sheet]:
+    rows = _runs(study, DEFAULTS, epochs=5, frozen=False, test=True)
+    return [defaults_sheet(study.run("defaults", train, rows))]
 
 
 def _problems(study: ShapedStudy) -> list[Sheet]:
@@ -185,6 +221,8 @@ def _grid(study: ShapedStudy) -> list[Sheet]:
 
 _RUN: dict[Part, Callable[[ShapedStudy], list[Sheet]]] = {
     "main": _main,
+    "cost": _cost,
+    "defaults": _defaults,
     "problems": _problems,
     "accuracy": _accuracy,
     "grid": _grid,

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from flops.experiments.cells import Result
 from flops.experiments.shaped_problems import mean_cosine
-from flops.experiments.shaped_training import THIRDS, mean_cosines
+from flops.experiments.shaped_training import THIRDS, cost_to_reach, mean_cosines, steps_above
 from flops.report.intervals import Interval, interval, paired
 from flops.report.table import Sheet
+
+ABOVE, POINT = 0.8, 0.01
 
 
 def _by_third(results: Sequence[Result], start: int) -> list[Interval]:
@@ -18,20 +20,67 @@ def _by_third(results: Sequence[Result], start: int) -> list[Interval]:
     return [interval(column) for column in zip(*seeds, strict=True)]
 
 
-def main_sheet(found: Mapping[tuple[int, int], Sequence[Result]]) -> Sheet:
-    """Cosines of each third while the ViT is fine-tuned, by queries and first step of the mean."""
+def main_sheet(found: Mapping[tuple[int, int, bool], Sequence[Result]]) -> Sheet:
+    """Cosines of each third while the ViT is fine-tuned.
+
+    Args:
+        found: By queries, first step of the mean, and whether outputs are learned from.
+    """
     lines = []
-    for (queries, start), results in found.items():
+    for (queries, start, outputs), results in found.items():
         seeds = [mean_cosines(result, start) for result in results]
         least = " / ".join(f"{min(column):.3f}" for column in zip(*seeds, strict=True))
-        name = f"{queries} queries, from step {start}"
-        lines.append([name, *(i.shown() for i in _by_third(results, start)), least])
+        name = f"{queries} queries, from step {start}" + ("" if outputs else ", losses alone")
+        reached = [steps_above(result, 0, ABOVE) for result in results]
+        steps = " ".join("-" if step is None else str(step) for step in reached)
+        lines.append([name, *(i.shown() for i in _by_third(results, start)), least, steps])
     return Sheet(
         "Cosine to the exact gradient while fine-tuning",
-        ["", *THIRDS, "minimum over seeds"],
+        ["", *THIRDS, "minimum over seeds", f"first third above {ABOVE}"],
         lines,
         "Mean over the later steps and the seeds, with 95 % intervals over seeds; updates follow "
-        "the estimate.",
+        "the estimate. Last column: the step from which on two measurements are above, by seed.",
+    )
+
+
+def cost_sheet(found: Mapping[str, Sequence[Result]]) -> Sheet:
+    """Forward equivalents to come within a point of backpropagation, over those of its epochs."""
+    reference = found["backpropagation"]
+    lines = []
+    for name, results in found.items():
+        ratios = []
+        for result, truth in zip(results, reference, strict=True):
+            cost = cost_to_reach(result, truth["validation"] - POINT)
+            ratios.append(None if cost is None else cost / truth["forward equivalents"])
+        reached = [ratio for ratio in ratios if ratio is not None]
+        mean = interval(reached).shown(2) if len(reached) == len(ratios) else "-"
+        shown = " ".join("-" if ratio is None else f"{ratio:.1f}" for ratio in ratios)
+        final = interval([100 * result["validation"] for result in results]).shown(1)
+        lines.append([name, mean, shown, final])
+    return Sheet(
+        "Cost to come within a point of backpropagation",
+        ["", "over backpropagation", "by seed", "validation at the end (%)"],
+        lines,
+        "Forward equivalents until the validation accuracy (mean of two epochs) is within a point "
+        "of backpropagation's after its epochs, over the cost of these; 95 % intervals over seeds.",
+    )
+
+
+def defaults_sheet(found: Mapping[str, Sequence[Result]]) -> Sheet:
+    """Test accuracy and cost of a new user's first run."""
+    truth = found["backpropagation"]
+    lines = []
+    for name, results in found.items():
+        right = interval([100 * result["test"] for result in results]).shown(1)
+        pairs = zip(results, truth, strict=True)
+        costs = [a["forward equivalents"] / b["forward equivalents"] for a, b in pairs]
+        seconds = statistics.fmean(result["seconds"] for result in results)
+        lines.append([name, right, interval(costs).shown(1), f"{seconds:.0f}"])
+    return Sheet(
+        "Defaults: all parameters, five epochs",
+        ["", "test (%)", "cost over backpropagation", "seconds"],
+        lines,
+        "95 % intervals over seeds.",
     )
 
 

@@ -7,6 +7,7 @@ parameters; the cosine is over all parameters of a third.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flops import presets
 from flops.allocators import Allocator, Equal, Gaussian
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
@@ -39,7 +41,8 @@ class TrainingRun:
     """Settings of one run.
 
     Attributes:
-        method: "shaped" or "isotropic" noise, or "backpropagation".
+        method: "shaped" or "isotropic" noise, "default" (nothing set), "paper", or
+            "backpropagation".
         targets: What likelihood ratio perturbs.
         queries: Mean queries per point and stage.
         epochs: Epochs.
@@ -48,6 +51,9 @@ class TrainingRun:
         allocator: Allocator of all groups.
         explore: Share of isotropic queries; None to adapt it.
         unbiased: The unbiased option of shaped noise.
+        outputs: Whether shaped noise learns from the outputs, or from losses alone.
+        frozen: Whether the embeddings stay as they are.
+        curve: Whether to evaluate on the validation split after every epoch.
         follow: Whether updates follow the estimate, or the exact gradient, so that runs with
             different settings see the same parameters and batches.
         every: Steps between two cosines; 0 for none.
@@ -65,6 +71,9 @@ class TrainingRun:
     allocator: str = "gaussian"
     explore: float | None = None
     unbiased: bool = False
+    outputs: bool = True
+    frozen: bool = True
+    curve: bool = False
     follow: Literal["estimate", "exact"] = "estimate"
     every: int = 4
     test: bool = False
@@ -75,13 +84,16 @@ class TrainingRun:
 def train(settings: TrainingRun) -> dict[str, Any]:
     """Train; return cosines and explained variances by step, losses, accuracies and cost."""
     splits, model = digits(), bundled_vit(seed=settings.seed)
-    model.vit.embeddings.requires_grad_(False)
+    model.vit.embeddings.requires_grad_(not settings.frozen)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trainable, settings.learning_rate)
     fg = None if settings.method == "backpropagation" else _engine(model, settings)
-    steps, cosines, explained, losses = [], [], [], []
+    steps, cosines, explained, losses, curve = [], [], [], [], []
     cost, queries, started = 0.0, 0, time.perf_counter()
+    epoch = -(-len(splits.train) // settings.batch)
     for step, rows in enumerate(_batches(len(splits.train), settings)):
+        if settings.curve and step % epoch == 0:
+            curve.append((cost, accuracy(model, splits.validation)))
         x, y = splits.train.images[rows], splits.train.labels[rows]
         look = settings.every > 0 and step % settings.every == 0
         exact = None
@@ -111,12 +123,14 @@ def train(settings: TrainingRun) -> dict[str, Any]:
                 for p, gradient in zip(trainable, exact, strict=True):
                     p.grad = gradient
         optimizer.step()
+    right = accuracy(model, splits.validation)
     return {
         "steps": steps,
         "cosines": cosines,
         "captured": explained,  # name in saved results of earlier versions
         "losses": losses,
-        "validation": accuracy(model, splits.validation),
+        "validation": right,
+        "curve": [*curve, (cost, right)] if settings.curve else [],
         "validation loss": _mean_loss(model, splits.validation),
         "test": accuracy(model, splits.test) if settings.test else None,
         "forward equivalents": cost,
@@ -137,7 +151,14 @@ def _explained(report: StepReport, name: str) -> float:
 
 
 def _engine(model: Any, settings: TrainingRun) -> ForwardGradient:
-    shaping = Shaping(explore=settings.explore, unbiased=settings.unbiased)
+    if settings.method == "default":
+        return ForwardGradient(model, loss_fn, seed=settings.seed)
+    if settings.method == "paper":
+        groups = presets.paper(model, queries=settings.queries)
+        return ForwardGradient(model, loss_fn, groups, allocator=Gaussian(), seed=settings.seed)
+    shaping = Shaping(
+        explore=settings.explore, unbiased=settings.unbiased, outputs=settings.outputs
+    )
     shaped = settings.method == "shaped"
     estimator = LikelihoodRatio(targets=settings.targets, shaping=shaping if shaped else None)
     layers, head = list(model.vit.layers), [model.vit.layernorm, model.classifier]
@@ -173,6 +194,24 @@ def _mean_loss(model: Any, split: Split) -> float:
     with torch.inference_mode():
         loss = float(loss_fn(model(split.images), split.labels).mean())
     return loss if math.isfinite(loss) else 1e30  # JSON has no infinity
+
+
+def cost_to_reach(result: dict[str, Any], wanted: float) -> float | None:
+    """Forward equivalents until the validation accuracy, as the mean of two epochs, is reached.
+
+    None if it never is.
+    """
+    for (_, before), (cost, now) in itertools.pairwise(result["curve"]):
+        if (before + now) / 2 >= wanted:
+            return float(cost)
+    return None
+
+
+def steps_above(result: dict[str, Any], third: int, least: float) -> int | None:
+    """First measured step whose cosine, and the next, are above a value; None if there is none."""
+    above = [row[third] > least for row in result["cosines"]]
+    both = [a and b for a, b in itertools.pairwise(above)]
+    return int(result["steps"][both.index(True)]) if any(both) else None
 
 
 def mean_cosines(result: dict[str, Any], start: int) -> list[float]:
