@@ -43,6 +43,10 @@ CASES: dict[str, tuple[Any, Callable[[], Allocator]]] = {
     "pilot": (LikelihoodRatio(), lambda: Neyman(pilot=2)),
     "across groups": (LikelihoodRatio(), lambda: Neyman(across_groups=True)),
     "shaped": (LikelihoodRatio(targets="stage", shaping=Shaping()), Gaussian),
+    "automatic": (
+        LikelihoodRatio("auto", "stage", shaping=Shaping(withhold=0.2)),
+        lambda: Gaussian("standardised"),
+    ),
     "spsa": (SPSA(), Gaussian),
     "es": (ES(), Gaussian),
     "shaped spsa": (SPSA(shaping=Shaping()), Gaussian),
@@ -87,7 +91,8 @@ def train(name: str, size: int = 6, group: Any = "auto") -> dict[str, Any]:
     model = Words().double()
     estimator, allocator = CASES.get(name, (None, Equal))
     parts = [model.table, model.early, model.late]
-    groups = [Group(m, estimator, 6, name=f"part {i}") for i, m in enumerate(parts)]
+    queries: Any = "auto" if name == "automatic" else 6
+    groups = [Group(m, estimator, queries, name=f"part {i}") for i, m in enumerate(parts)]
     if name == "mezo":
         groups = mezo(model)
     ranks = Collectives.of(group)
