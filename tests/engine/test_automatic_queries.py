@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flops import ES, ForwardGradient, Group, LikelihoodRatio, MeZO, Shaping
+from flops.allocators import Neyman
 from flops.allocators.progress import best_queries
 from flops.engine.groups import FIRST
 from flops.errors import QueryError
@@ -60,6 +61,16 @@ def test_counts_follow_progress_per_cost(shaping: Shaping | None) -> None:
     assert report.queries != first.queries
     costs = [fg.memory[name]["outlook"]["cost"] for name in ("early", "late", "head")]
     assert costs == sorted(costs, reverse=True)  # of a query: the part of the model after it
+
+
+def test_a_pilot_and_a_floor_are_kept() -> None:
+    model = network()
+    estimator = LikelihoodRatio(1e-5)
+    groups = [Group(module, estimator, "auto") for module in model]
+    fg = ForwardGradient(model, entropy, groups, allocator=Neyman(pilot=6, min_queries=2))
+    for step in range(4):
+        report = fg.estimate(*batch(step))
+    assert all(int(c.min()) >= 8 for c in report.counts.values())
 
 
 def test_it_resumes_bit_identically() -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.errors import PrecisionWarning
 from flops.estimators.automatic_sigma import EVERY, chosen, relative_errors
-from tests.conftest import cosine, exact, flat, gradients
+from tests.conftest import cosine, exact, flat, gradients, squared
 
 
 class Bent(nn.Module):
@@ -74,16 +73,39 @@ def test_the_error_of_a_query_is_the_even_part_over_the_odd_one() -> None:
     assert relative_errors(odd, even) == [pytest.approx(0.1), math.inf]
 
 
-def test_a_loss_without_any_change_does_not_raise_sigma_for_ever() -> None:
+@pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
+def test_a_loss_without_any_change_leaves_sigma_as_it_is() -> None:
+    """A head of zeros hides all that is before it, in the first step; then it is searched again."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    nn.init.zeros_(model[2].weight)
+    group = Group(model[0], LikelihoodRatio("auto"), 4, name="g")
+    rest = Group(model[2], LikelihoodRatio(1e-6), 4)
+    fg = ForwardGradient(model, squared, [group, rest])
+    x, y = torch.randn(4, 4).double(), torch.randn(4, 2).double()
+    fg.estimate(x, y)
+    assert "sigma" not in fg.memory["g"]
+    nn.init.normal_(model[2].weight)
+    fg.estimate(x, y)
+    sigma, step = fg.memory["g"]["sigma"]
+    assert sigma < 1e-2
+    assert step == 1
+    fg.steps = 1 + EVERY
+    nn.init.zeros_(model[2].weight)
+    fg.estimate(x, y)
+    assert fg.memory["g"]["sigma"] == (sigma, 1 + EVERY)
+
+
+def test_noise_that_is_far_too_large_does_not_fail_the_step() -> None:
     model = Bent(1.0, torch.float64)
     group = Group(model.target, LikelihoodRatio("auto"), 4, name="g")
-    fg = ForwardGradient(model, lambda outputs, targets: 0 * outputs.detach(), group)
-    x = torch.randn(4, 4).double()
-    with pytest.warns(PrecisionWarning, match="the loss does not depend on this group"):
-        fg.estimate(x, torch.zeros(4))
-    for _ in range(12):
-        fg.estimate(x, torch.zeros(4))
-    assert fg.memory["g"]["sigma"][0] < 1e7
+
+    def log(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - 10 + 0.5).log()  # not a number beyond some noise
+
+    with torch.no_grad():
+        model.target.weight.zero_()
+        model.target.bias.fill_(0.01)
+    ForwardGradient(model, log, group).estimate(torch.randn(4, 4).double(), torch.zeros(4))
 
 
 def test_its_queries_are_charged_and_only_in_steps_that_search() -> None:

@@ -152,3 +152,18 @@ def test_outputs_that_a_point_does_not_read_are_left_out() -> None:
 
 def weighted(outputs: Tensor, weights: Tensor) -> Tensor:
     return (outputs.square() * weights).sum(1)
+
+
+@pytest.mark.parametrize("margin", [60.0, 1e4])
+def test_a_batch_that_is_fitted(margin: float) -> None:
+    """Squares of the residuals are below what single precision can hold; then all are zero."""
+    outputs = torch.tensor([[margin, 0.0], [0.0, margin]])
+    batch = Batch(torch.zeros(2, 1), torch.tensor([0, 1]), entropy)
+    view = loss_view(batch, outputs, None)
+    if view is not None:
+        assert bool(torch.isfinite(view.roots).all())
+    assert (view is None) == (margin > 100)
+
+
+def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")

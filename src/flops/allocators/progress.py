@@ -93,7 +93,10 @@ def _running(old: float, new: float) -> float:
 
 
 def best_queries(
-    memory: Mapping[str, Mapping[str, Any]], first: Mapping[str, float], units: Mapping[str, int]
+    memory: Mapping[str, Mapping[str, Any]],
+    first: Mapping[str, float],
+    units: Mapping[str, int],
+    least: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """Queries per point of each group.
 
@@ -101,9 +104,11 @@ def best_queries(
         memory: State of the groups.
         first: Queries of a group that nothing is known of yet.
         units: Queries of one draw.
+        least: Minimum queries of each group, besides `LEAST`.
     """
     known = {name: memory[name]["outlook"] for name in first if "outlook" in memory[name]}
-    found = {n: max(units[n], LEAST) for n in known}
+    lows = {n: max(LEAST, 0 if least is None else least[n]) for n in known}
+    found = {n: -(-low // units[n]) * units[n] for n, low in lows.items()}
 
     def progress(name: str, queries: int) -> float:
         outlook = known[name]

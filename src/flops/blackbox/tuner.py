@@ -271,5 +271,9 @@ def _on_identity(
         options = LikelihoodRatio(
             options.sigma, "block", options.used_baseline, options.kind, options.shaping
         )
+    if options.sigma == "auto":
+        raise FlopsError(
+            'sigma="auto" spends queries that a price does not know of; give Tuner a number'
+        )
     options = replace(options, targets="block", sigma=options.sigma or default_sigma(torch.float32))
     return options if outputs is None else RecycledLikelihoodRatio(options, outputs, size)

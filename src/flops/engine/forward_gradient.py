@@ -192,12 +192,15 @@ class ForwardGradient:
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
         with self.session(inputs, targets, index, skip=True) as session:
+            budgets = torch.tensor([*self.budgets(session.size).values()])
+            if any(group.automatic for group in self.groups):  # ranks may round differently
+                budgets = session.ranks.broadcast(budgets)
             steps = [
                 GroupStep(
                     group,
                     session.layout.bindings[number],
                     allocators[group.name],
-                    self.signal(number, session),
+                    self.signal(number, session, int(budgets[number])),
                     session.queries(group.name, self.key(number), memory[group.name]),
                     session.runner,
                 )
@@ -328,13 +331,13 @@ class ForwardGradient:
         """(seed, step, group), the key of a group's noise."""
         return (self.seed, self.steps, number)
 
-    def signal(self, number: int, session: Session) -> Signal:
-        """Inputs of a group's allocator for this batch."""
-        group, size = self.groups[number], len(session.losses)
+    def signal(self, number: int, session: Session, budget: int | None = None) -> Signal:
+        """Inputs of a group's allocator for this batch; its configured budget if None is given."""
+        group, size = self.groups[number], session.size
         embedding = session.layout.embedding
         return Signal(
             session.losses.detach().cpu(),
-            self.budgets(size)[group.name],
+            budget_of(group, size) if budget is None else budget,
             group.estimator.unit,
             floor_of(self.allocators[group.name], group),
             group.name,
@@ -361,9 +364,14 @@ class ForwardGradient:
     def _automatic_queries(self, groups: Sequence[ResolvedGroup]) -> dict[str, float]:
         """Queries per point; a group that stays unreliable is looked at now and then."""
         first = {group.name: group.queries for group in groups}
-        chosen = best_queries(self.memory, first, {g.name: g.estimator.unit for g in groups})
+        chosen = best_queries(
+            self.memory,
+            first,
+            {g.name: g.estimator.unit for g in groups},
+            {g.name: least_of(self.allocators[g.name], g) for g in groups},
+        )
         for group in groups:
-            if self.memory[group.name].get("withheld", 0) > PATIENCE:
+            if self.memory[group.name].get("withheld", 0) >= PATIENCE:
                 chosen[group.name] = 0.0 if self.steps % LOOK else group.queries
         return chosen
 

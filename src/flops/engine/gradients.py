@@ -136,7 +136,7 @@ class Writer:
 
 
 class Discard:
-    """Drops a group's gradients, for which nobody waits then.
+    """Drops a group's gradients, so that nothing waits for them.
 
     Args:
         writer: Writer of the step.

@@ -78,6 +78,11 @@ class Session:
     view: LossView | None = None
     cost: Cost = field(default_factory=Cost)
 
+    @property
+    def size(self) -> int:
+        """Points of the batch."""
+        return len(self.losses)
+
     def queries(self, group: str, key: tuple[int, ...], memory: dict[str, Any]) -> Queries:
         """Queries of one group; counts are set by the allocation."""
         size = len(self.losses)
@@ -157,9 +162,11 @@ def _order(allocator: Allocator, signal: Signal) -> Tensor | None:
 
 def note_signal(memory: dict[str, Any], norm: float, noise: float) -> None:
     """Update the running ratio of a group's squared gradient norm to its noise."""
+    if not (math.isfinite(norm) and 0 < noise < math.inf):
+        return
     old = memory.get("signal_sums", (norm, noise))
     sums = tuple(KEEP * a + (1 - KEEP) * b for a, b in zip(old, (norm, noise), strict=True))
-    memory["signal_sums"], memory["signal"] = sums, sums[0] / sums[1] if sums[1] > 0 else math.inf
+    memory["signal_sums"], memory["signal"] = sums, sums[0] / sums[1]
 
 
 class Idle(Estimation):
@@ -266,7 +273,8 @@ class GroupStep:
         """Write the gradient times a scale, and train the allocator."""
         size, pilot, parameters = self._queries.size, self._pilot, self.group.parameters
         shared = self.runner.world_size > 1 and self.estimation.partial
-        target = Discard(writer) if self.estimation.withheld else writer
+        withheld = self.estimation.withheld
+        target = Discard(writer) if withheld and isinstance(writer, Writer) else writer
         sink = GroupSink(target, self.group.name, parameters, pilot is not None or shared, exact)
         share = 0.0 if pilot is None else pilot.share
         self.estimation.write(sink, self.runner, (1 - share) * scale)
@@ -285,13 +293,19 @@ class GroupStep:
         norm = sink.energy / scale**2
         if self.noise > 0:
             self.snr = max(0.0, norm - self.noise) / self.noise
-        self.shaping = self.estimate.shaped.report if self.estimate.shaped is not None else None
+        if isinstance(self.estimation, Idle):
+            self.snr = math.nan
+        if self.estimate.shaped is not None:
+            report = self.estimate.shaped.report
+            self.shaping = replace(report, withheld=self.estimation.withheld)
         self.loss, self.cosine = first.loss, sink.cosine
         cost = self.cost.queries / max(self.cost.rows, 1)
         if self.allocator.across_groups and first.points is not None:
             note_demand(self._queries.memory, traces_of(first, size), norm, cost)
-        if self.shaping is not None and self.noise > 0:
-            note_signal(self._queries.memory, norm, self.noise)
+        memory = self._queries.memory
+        if self.shaping is not None:
+            memory["withheld"] = memory.get("withheld", 0) + 1 if withheld else 0
+            note_signal(memory, norm, self.noise)
         if self.group.automatic and self.dropped < size:
             self._note_outlook(norm, cost)
 

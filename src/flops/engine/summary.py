@@ -27,9 +27,9 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
             binding = layout.bindings[number]
             noise = f"{binding.noise_size:,}" if binding.noise_size else "-"
             work = group.estimator.work * (1 - binding.replayed_share)
-            queries = group.estimator.makes_queries
-            cost = f"{work:.2f}" if queries else "-"
-            total += work * group.queries if queries else BACKWARD
+            makes = group.estimator.makes_queries
+            cost = f"{work:.2f}" if makes else "-"
+            total += work * group.queries if makes else BACKWARD
         rows.append(
             (
                 group.name,
@@ -37,7 +37,7 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
                 f"{sum(p.numel() for p in group.parameters):,}",
                 noise,
                 type(group.estimator).__name__ + (" shaped" if group.estimator.shaping else ""),
-                _queries(group),
+                queries(group),
                 cost,
             )
         )
@@ -50,7 +50,8 @@ def summary(groups: Sequence[ResolvedGroup], layout: Layout | None) -> str:
     return "\n".join([*(line.rstrip() for line in lines), end])
 
 
-def _queries(group: ResolvedGroup) -> str:
+def queries(group: ResolvedGroup) -> str:
+    """Queries per point of a group."""
     if not group.estimator.makes_queries:
         return "-"
     return f"auto, {group.queries:g}" if group.automatic else f"{group.queries:g}"

@@ -6,9 +6,10 @@ sigma, is the derivative along z; half their sum is what a query gets wrong,
     error(sigma) = (l+ + l- - 2 l) / (2 sigma),
 
 by rounding (it goes with 1/sigma) or by curvature (with sigma). The best sigma has the least error
-relative to the derivatives. One draw of a few points is run at five sigmas, before the queries of
-the step: on a coarse grid until its middle is the best, then on a fine one. The search is repeated
-every `EVERY` steps, because training moves both bounds. Its rows are charged like others.
+relative to the derivatives. (Antithetic pairs cancel it; for them the choice is cautious.) One draw
+of a few points is run at five sigmas, before the queries of the step: on a coarse grid until its
+middle is the best, then on a fine one. The search is repeated every `EVERY` steps, because training
+moves both bounds. Its rows are charged like others.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ ROUNDS = 8  # of a search
 SIDE = 2  # sigmas on either side of the present one
 EVERY = 100  # steps until the next search
 BETTER = 0.8  # another sigma's error must be below this share of the present one's
-LARGEST = 1e4  # beyond, a loss without any change does not depend on the noise
+FARTHEST = 1e4  # times the first sigma: beyond, the loss does not depend on the noise now
 KEY = 11  # in the key of the noise
 
 
@@ -85,7 +86,8 @@ class SigmaSearch(Estimation):
         begin: Callable[[float], Estimation],
     ) -> None:
         self._binding, self._queries, self._begin = binding, queries, begin
-        self._sigma, self._ratio, self._rounds = options.scale, COARSE if first else FINE, 0
+        self._start, self._first = options.scale, first
+        self._sigma, self._ratio, self._rounds = self._start, COARSE if first else FINE, 0
         self._powers = torch.arange(-SIDE, SIDE + 1, dtype=torch.float64)
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self.width = 2
@@ -117,7 +119,7 @@ class SigmaSearch(Estimation):
         z = z * (self._ratio ** self._powers[rows.draws[::2]]).to(z).unsqueeze(1)
         with torch.inference_mode():
             edits = self._binding.edits(signed(z, 2), self._sigma)
-        return Perturbation(self._binding.query_prefix, edits=edits)
+        return Perturbation(self._binding.query_prefix, edits=edits, evaluate=_finite)
 
     def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Odd and even part of the change of the losses."""
@@ -136,10 +138,12 @@ class SigmaSearch(Estimation):
         odd, even = values.view(-1, len(self._powers), 2).unbind(2)
         errors = relative_errors(odd, even)
         best = min(range(len(errors)), key=lambda i: errors[i])
-        if math.isinf(errors[best]) and self._sigma < LARGEST:
+        unseen = math.isinf(errors[best])  # all noise was rounded away, or nothing depends on it
+        if unseen and self._first and self._sigma < FARTHEST * self._start:
             best = len(errors) - 1
         elif not errors[best] < BETTER * errors[SIDE]:
             best = SIDE
+        best = int(runner.max(torch.tensor(float(best))))  # ranks may round differently
         if self._queries.decide is not None:
             best = self._queries.decide("sigma", best)
         self._sigma *= self._ratio ** float(self._powers[best])
@@ -147,7 +151,10 @@ class SigmaSearch(Estimation):
         if self._rounds < ROUNDS and (best != SIDE or self._ratio == COARSE):
             self._ratio = self._ratio if best != SIDE else FINE
             return
-        self._queries.memory["sigma"] = (self._sigma, self._queries.key[1])
+        if unseen:
+            self._sigma = self._start
+        if not (unseen and self._first):  # else the next step searches again
+            self._queries.memory["sigma"] = (self._sigma, self._queries.key[1])
         self._found = self._begin(self._sigma)
         self.partial, self.dtype, self.width = (
             self._found.partial,
@@ -162,3 +169,9 @@ class SigmaSearch(Estimation):
     def finish(self) -> Estimate:
         """Statistics of the queries at the best sigma."""
         return self.found.finish()
+
+
+def _finite(run: Callable[..., Tensor]) -> RowResults:
+    """Losses under noise that may be far too large: then they are as wrong as can be."""
+    losses = run()
+    return RowResults(losses.nan_to_num(nan=torch.finfo(losses.dtype).max / 4))

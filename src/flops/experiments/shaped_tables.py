@@ -39,7 +39,8 @@ def main_sheet(found: Mapping[tuple[int, int, bool], Sequence[Result]]) -> Sheet
         ["", *THIRDS, "minimum over seeds", f"first third above {ABOVE}"],
         lines,
         "Mean over the later steps and the seeds, with 95 % intervals over seeds; updates follow "
-        "the estimate. Last column: the step from which on two measurements are above, by seed.",
+        "the estimate. Last column: the first step at which this and the next measurement are "
+        "above, by seed.",
     )
 
 

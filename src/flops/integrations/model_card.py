@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flops.engine.forward_gradient import ForwardGradient
+from flops.engine.summary import queries
 from flops.integrations.totals import Totals
 from flops.storage.files import atomic_write
 from flops.version import __version__
@@ -30,7 +31,7 @@ def section(method: str, engine: ForwardGradient, totals: Totals) -> str:
     rows = [
         f"| {group.name} | {type(group.estimator).__name__} "
         f"| {sum(p.numel() for p in group.parameters):,} "
-        f"| {f'{group.queries:g}' if group.estimator.makes_queries else '-'} |"
+        f"| {queries(group)} |"
         for group in engine.groups
     ]
     how = "gradients were estimated from forward passes, without a backward pass through the model"

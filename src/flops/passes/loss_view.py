@@ -136,6 +136,8 @@ def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView 
     leaves = tuple(i for i, _ in used)
     with torch.autocast(residuals.device.type, enabled=False):
         basis, roots = _directions(residuals)
+    if not len(roots):
+        return None
     return LossView(leaves, None if every else columns, clean, residuals, basis, roots)
 
 
@@ -145,10 +147,12 @@ def _flat(x: Tensor) -> Tensor:
 
 def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
     """Basis of the features, and the root of the second moment of the normalised residuals."""
-    norms = residuals.norm(dim=1, keepdim=True)
-    unit = residuals / norms.clamp(min=torch.finfo(residuals.dtype).tiny)
-    unit = unit[norms.squeeze(1) > 0]
-    _, values, vectors = torch.linalg.svd(unit.double(), full_matrices=False)
+    wide = residuals.double()  # squares of float32 underflow at a batch that is fitted
+    norms = wide.norm(dim=1, keepdim=True)
+    unit = (wide / norms.clamp(min=torch.finfo(wide.dtype).tiny))[norms.squeeze(1) > 0]
+    if not len(unit):
+        return None, residuals[:0]
+    _, values, vectors = torch.linalg.svd(unit, full_matrices=False)
     keep = values[:DIRECTIONS] > LEAST * values[0]
     values = (values[:DIRECTIONS][keep] / len(unit) ** 0.5).to(residuals.dtype)
     vectors = vectors[:DIRECTIONS][keep].to(residuals.dtype)

@@ -290,6 +290,8 @@ class ShapedStep:
         if kept is not None:
             old, new = (RECENT, 1 - RECENT)
             sums = (old * kept[0] + new * sums[0], old * kept[1] + new * sums[1])
+        if not all(map(math.isfinite, sums)):
+            return 0.0
         self._memory["reliability"] = sums
         return max(0.0, 1 - sums[1] / sums[0]) ** 0.5 if sums[0] > 0 else 0.0
 
@@ -299,9 +301,7 @@ class ShapedStep:
         if shaping.unbiased or not shaping.withhold:
             return False
         drowned = memory.get("signal", 1.0) < 1 and reliability < DOUBT * shaping.withhold
-        withheld = reliability < shaping.withhold or drowned
-        memory["withheld"] = memory.get("withheld", 0) + 1 if withheld else 0
-        return withheld
+        return reliability < shaping.withhold or drowned
 
     def _left(self, now: float) -> tuple[float, ...]:
         """Error over energy with 0, 1, 2, ... queries per point, given that of this step.
