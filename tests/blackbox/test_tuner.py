@@ -215,6 +215,7 @@ def test_a_value_of_a_whole_data_set_can_be_minimised() -> None:
         ({"queries": 1, "estimator": SPSA()}, "at least 2 queries per point"),
         ({"estimator": Exact()}, "LikelihoodRatio, ES and SPSA, not Exact"),
         ({"estimator": SPSA(shared=True), "allocator": Gaussian()}, "correlated"),
+        ({"estimator": LikelihoodRatio("auto")}, 'sigma="auto" spends queries'),
     ],
 )
 def test_arguments_that_do_not_fit_are_explained(arguments, message) -> None:
