@@ -5,6 +5,7 @@ Real processes: `flops tune`, `flops serve`, and a proxy between them that spoil
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -220,12 +221,16 @@ def moved(
     each = 1900 * len(methods.split()) // (kills + 3)  # rows of a run, by kill
     for kill in range(kills):
         process = go_on(kill)
+        enough, moment = charged(ledger) + chance.randint(1, each), math.inf
         if kill % 4 == 3:  # any moment, also before it has asked anything
-            time.sleep(chance.uniform(0, 10))
-        else:
-            enough = charged(ledger) + chance.randint(1, each)
-            until(lambda: charged(ledger) >= enough or process.poll() is not None, 240)
-            time.sleep(chance.uniform(0, 0.05))
+            moment = time.monotonic() + chance.uniform(0, 10)
+        until(
+            lambda: (
+                time.monotonic() > moment or charged(ledger) >= enough or process.poll() is not None
+            ),
+            240,
+        )
+        time.sleep(chance.uniform(0, 0.05))
         assert process.poll() is None, f"it ended after {kill} kills: {process.communicate()[0]}"
         process.kill()
         process.communicate()
