@@ -47,7 +47,12 @@ TESTS = {
     ],
     "allocators": ["tests/allocators"],
     "subspace": ["tests/subspace"],
-    "engine/rows.py": ["tests/engine/test_rows.py", "tests/engine/test_pilot.py"],
+    "engine/rows.py": [
+        "tests/engine/test_rows.py",
+        "tests/engine/test_pilot.py",
+        "tests/engine/test_gradients.py",
+        "tests/engine/test_collectives.py",
+    ],
 }
 COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

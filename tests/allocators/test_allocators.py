@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
-from flops.allocators import Learner, Signal
+from flops.allocators import Gaussian, Learner, Neyman, Signal
 from flops.errors import QueryError
 from tests.support.allocation import MAKERS, check, learners, relative_j, sampled, signal, traces
 
@@ -210,3 +210,8 @@ def test_learning_replaces_and_never_writes(name: str) -> None:
     for key, value in kept.state_dict().items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(before[key])), key
     assert torch.equal(kept.allocate(batch), counts)
+
+
+@pytest.mark.parametrize("kind", [Gaussian, Neyman])
+def test_learned_allocators_drop_no_point_by_default(kind: type[Gaussian | Neyman]) -> None:
+    assert kind().min_queries == 1

@@ -114,3 +114,16 @@ def test_weights_in_another_memory_format_and_scalars() -> None:
     groups = [Group(model, DeepZero(sigma=1e-7, pruning="random"), queries=58)]
     found = estimate(model, squared, x, y, groups)
     torch.testing.assert_close(flat(found), flat(exact(model, squared, x, y)), rtol=1e-5, atol=1e-5)
+
+
+def test_ratios_of_the_parts_add_up_to_one() -> None:
+    model, x, y = model_and_data()
+    fg = ForwardGradient(model, squared, Group(model, DeepZero(score_draws=3), 9, name="all"))
+    fg.estimate(x, y)
+    assert float(fg.memory["all"]["ratios"].sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan")])
+def test_sigma_is_checked(sigma: float) -> None:
+    with pytest.raises(ValueError, match="sigma must be positive"):
+        DeepZero(sigma=sigma)

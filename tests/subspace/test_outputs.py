@@ -213,3 +213,15 @@ def test_a_resumed_run_is_the_unbroken_one() -> None:
     other.load_state_dict(fg.state_dict())
     for _ in range(3):
         assert torch.equal(step(fg, x, y), step(other, x, y))
+
+
+def test_the_report_says_how_many_points_had_a_prediction() -> None:
+    model, x, y = problem()
+    seeing, blind = engine(model, 6), engine(model, 6, outputs=False, warm=1)
+    shares: dict[str, list[float]] = {"seeing": [], "blind": []}
+    for _ in range(3):
+        for name, fg in (("seeing", seeing), ("blind", blind)):
+            shares[name].append(fg.estimate(x, y).shaping["site"].predicted)
+    assert shares["blind"] == [0, 0, 0]
+    assert shares["seeing"][0] == 0  # nothing is known before the first step
+    assert shares["seeing"][2] > 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from flops.subspace.regression import posterior
+from flops.subspace.regression import coherence, posterior
 
 
 def test_posterior_and_leave_one_out_by_brute_force() -> None:
@@ -40,3 +44,16 @@ def test_padding_changes_nothing() -> None:
     for name in ("alpha", "held_out", "without"):
         torch.testing.assert_close(getattr(padded, name)[:, :4], getattr(plain, name))
         assert not getattr(padded, name)[:, 4:].any()
+
+
+def test_coherence_is_what_the_summed_corrections_have_beyond_noise() -> None:
+    """Independent corrections of known variance: the squared norm of their sum is all noise."""
+    n, size, dimensions = torch.tensor([2, 4, 8, 0]), 4, 2000
+    error = torch.tensor([1.0, 2.0, 3.0, 9.0]).double()
+    spread = (error / n.clamp(min=1)).sqrt().unsqueeze(1) * (n > 0).unsqueeze(1)
+    correction = spread * torch.randn(size, dimensions).double()
+    measured: Any = SimpleNamespace(iso=n, fitted=n, space=SimpleNamespace(dimensions=dimensions))
+    found: Any = SimpleNamespace(error=error, correction=correction)
+    whole, noise = coherence(measured, found)
+    assert noise == pytest.approx(dimensions * (1 / 2 + 2 / 4 + 3 / 8))
+    assert whole == pytest.approx(noise, rel=0.2)
