@@ -47,8 +47,10 @@ def test_orthogonal_noise_sees_more_and_all_of_it_with_enough_queries() -> None:
 
 @needs_smollm2
 def test_smollm2_takes_less_than_half_of_the_memory_of_backpropagation() -> None:
-    growth = {m: align_cost.memory("smollm2", m)["step adds, MB"] for m in ("bp", "ops-lr")}
-    assert growth["ops-lr"] < 0.5 * growth["bp"]
+    def growth(method: str) -> float:  # on a busy machine, pages of other threads add a tenth
+        return min(align_cost.memory("smollm2", method)["step adds, MB"] for _ in range(2))
+
+    assert growth("ops-lr") < 0.5 * growth("bp")
 
 
 @needs_smollm2
