@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flops import ForwardGradient, Group, LikelihoodRatio
 from flops.subspace.basis import Grid, Moments, leading
 from flops.subspace.config import Shaping
+from flops.subspace.measurements import FITTED
 from tests.conftest import cosine, exact, flat, squared
 from tests.statistical.helpers import assert_mean
 from tests.support.planted import Planted, engine, planted, step
@@ -28,6 +29,16 @@ def known(channels: Tensor, **more: object) -> dict[str, object]:
     }
     moments = [{"positions": one, "channels": factor}]
     return {"moments": moments, "shaped_steps": 10, "positions": [1], **more}
+
+
+def test_draws_beyond_those_in_a_fit_are_held_out_residuals_too() -> None:
+    """In the right subspace, the measured coordinates explain all of them."""
+    model, x, y = planted()
+    estimator = LikelihoodRatio(1e-7, shaping=Shaping(explore=0.99, outputs=False))
+    fg = ForwardGradient(model, squared, Group(model.target, estimator, FITTED + 100, name="site"))
+    fg.memory["site"] = known(model.reads @ model.reads.T, explained_variance=1.0)
+    fg.estimate(x[:2], y[:2])
+    assert fg.memory["site"]["explained_variance"] > 0.999
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -220,19 +220,15 @@ class ShapedStep:
                     self._mean = self._mean.updated(measurements, features)
                 memory["mean_jacobian"] = dict(vars(self._mean))
         eta = 1.0
-        if warm and outputs is not None and whole > 0 and not shaping.unbiased:
-            measurements, found = self._again(measurements, moments)
-            eta = _signal(memory, measurements, found)
-            self.delta = found.inside + found.tail + eta * found.correction
-            fitted = measurements.fitted.clamp(min=1).to(space.device)
-            noise = found.error * space.dimensions / fitted
-            error = (1 - eta) ** 2 * found.error + eta**2 * noise
-        elif warm:
+        if warm and (outputs is None or not whole > 0 or shaping.unbiased):
             self.delta = found.outside
             error = found.energy * space.dimensions / draws.clamp(min=1).to(space.device)
         else:
-            memory["explained_variance"] = after
-            memory["ridge"] = found.ridge
+            if warm:
+                measurements, found = self._again(measurements, moments)
+            else:
+                memory["explained_variance"] = after
+                memory["ridge"] = found.ridge
             if not shaping.unbiased:
                 eta = _signal(memory, measurements, found)
             self.delta = found.inside + found.tail + eta * found.correction
