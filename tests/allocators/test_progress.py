@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flops.allocators import progress
-from flops.allocators.progress import best_queries, note_outlook, note_shaped_outlook
+from flops.allocators.progress import best_queries, isotropic_cosines, note_outlook
 
 FIRST = 16.0
 
@@ -28,7 +28,8 @@ def test_no_other_numbers_make_more_progress_per_cost(seed: int) -> None:
     memory: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
     for name in memory:
         energy, noise = np.exp(rng.normal(0, 2, 2))
-        note_outlook(memory[name], 7, energy, noise, 10, rng.uniform(0.05, 1), rng.uniform(0, 2))
+        cosines = isotropic_cosines(energy, noise, 10)
+        note_outlook(memory[name], energy**0.5, cosines, rng.uniform(0.05, 1), rng.uniform(0, 2))
     found = best_queries(memory, dict.fromkeys(memory, FIRST), {"a": 1, "b": 1})
     every = range(progress.LEAST, progress.MOST + 1)
     best = max(ratio(memory, {"a": a, "b": b}) for a, b in itertools.product(every, every))
@@ -37,9 +38,7 @@ def test_no_other_numbers_make_more_progress_per_cost(seed: int) -> None:
 
 def test_the_squared_cosine_under_isotropic_noise() -> None:
     """|g|^2 / (|g|^2 + V), and the variance V goes with 1/n."""
-    memory: dict[str, Any] = {}
-    note_outlook(memory, 5, energy=3.0, noise=1.0, queries=10, cost=0.5, local=0.0)
-    found = memory["outlook"]["cosines"]
+    found = isotropic_cosines(energy=3.0, noise=1.0, queries=10)
     assert found[10] == pytest.approx(3 / 4)
     assert found[20] == pytest.approx(3 / 3.5)
     assert found[0] == 0
@@ -49,15 +48,14 @@ def test_a_step_of_the_spectrum_is_taken_as_a_whole() -> None:
     """Nothing is gained before the tenth query, and almost everything by it."""
     memory: dict[str, dict[str, Any]] = {"a": {}}
     left = [1.0] * 10 + [0.05] * (progress.MOST - 9)
-    note_shaped_outlook(memory["a"], 8, 2.0, left, 12, 0.1, 1.0)
-    assert memory["a"]["outlook"]["weight"] == pytest.approx((8 * 2 / 0.95) ** 0.5)
+    note_outlook(memory["a"], 2.0, [1 - error for error in left], 0.1, 1.0)
     assert best_queries(memory, {"a": FIRST}, {"a": 1}) == {"a": 10}
 
 
 def test_cheap_queries_are_many_and_whole_pairs() -> None:
     memory: dict[str, dict[str, Any]] = {"cheap": {}, "expensive": {}, "new": {}}
-    note_outlook(memory["cheap"], 1, 1.0, 1.0, 10, 1e-6, 0.1)
-    note_outlook(memory["expensive"], 1, 1.0, 1.0, 10, 1.0, 0.1)
+    note_outlook(memory["cheap"], 1.0, isotropic_cosines(1.0, 1.0, 10), 1e-6, 0.1)
+    note_outlook(memory["expensive"], 1.0, isotropic_cosines(1.0, 1.0, 10), 1.0, 0.1)
     first = {"cheap": FIRST, "expensive": FIRST, "new": 7.0}
     found = best_queries(memory, first, {"cheap": 2, "expensive": 2, "new": 2})
     assert found["cheap"] == progress.MOST
@@ -68,11 +66,18 @@ def test_cheap_queries_are_many_and_whole_pairs() -> None:
 
 def test_running_averages_ignore_what_is_not_finite() -> None:
     memory: dict[str, Any] = {}
-    note_outlook(memory, 4, 1.0, 1.0, 10, 1.0, 0.1)
+    cosines = isotropic_cosines(1.0, 1.0, 10)
+    note_outlook(memory, 2.0, cosines, 1.0, 0.1)
     before = dict(memory["outlook"])
-    note_outlook(memory, 4, math.inf, 1.0, 10, 1.0, 0.1)
+    note_outlook(memory, math.inf, cosines, 1.0, 0.1)
     assert memory["outlook"] == before
-    note_outlook(memory, 4, 2.25, 1.0, 10, 1.0, 0.1)
+    note_outlook(memory, 3.0, cosines, 1.0, 0.1)
     assert memory["outlook"]["weight"] == pytest.approx(
         progress.KEEP * 2.0 + (1 - progress.KEEP) * 3.0
     )
+
+
+def test_a_floor_may_be_above_what_is_looked_ahead() -> None:
+    memory: dict[str, dict[str, Any]] = {"a": {}}
+    note_outlook(memory["a"], 1.0, isotropic_cosines(1.0, 1.0, 10), 1.0, 0.1)
+    assert best_queries(memory, {"a": FIRST}, {"a": 2}, {"a": 99}) == {"a": 100}

@@ -63,6 +63,22 @@ def test_counts_follow_progress_per_cost(shaping: Shaping | None) -> None:
     assert costs == sorted(costs, reverse=True)  # of a query: the part of the model after it
 
 
+def test_a_posterior_mean_is_shorter_than_the_gradient() -> None:
+    """The weight of a group is sqrt(d) |g|, with |g|^2 the estimate's over its squared cosine."""
+    model = network()
+    fg = engine(model, Shaping())
+    fg.estimate(*batch(0))
+    assert "outlook" not in fg.memory["early"]  # its error is not held out
+    model.zero_grad()
+    report = fg.estimate(*batch(1))
+    found = fg.memory["early"]["outlook"]
+    parameters = [*model[0].parameters(), *model[1].parameters()]
+    norm = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
+    cosine = found["cosines"][round(float(report.counts["early"].double().mean()))]
+    count = sum(p.numel() for p in parameters)
+    assert found["weight"] == pytest.approx((count * norm / cosine) ** 0.5)
+
+
 def test_a_pilot_and_a_floor_are_kept() -> None:
     model = network()
     estimator = LikelihoodRatio(1e-5)

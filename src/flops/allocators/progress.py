@@ -26,66 +26,38 @@ MOST = 64  # queries per point
 LEAST = 4  # fewer would explore too little to keep the directions up to date
 
 
-def note_outlook(
-    memory: dict[str, Any],
-    parameters: int,
-    energy: float,
-    noise: float,
-    queries: float,
-    cost: float,
-    local: float,
-) -> None:
-    """Record what a step under isotropic noise says of the next one.
+def isotropic_cosines(energy: float, noise: float, queries: float) -> list[float]:
+    """Squared cosine of an unbiased estimate with 0, 1, 2, ... queries per point.
 
     Args:
-        memory: State of the group.
-        parameters: Number of its parameters.
-        energy: Squared norm of its exact gradient.
-        noise: Variance of its estimate.
-        queries: Mean queries per point.
-        cost: Forward passes of a query.
-        local: Forward passes per point of its local VJPs.
+        energy: Squared norm of the exact gradient.
+        noise: Variance of the estimate.
+        queries: Mean queries per point that it was made with.
     """
     counts = range(1, MOST + 1)
-    cosines = [energy / (energy + noise * queries / n) if energy > 0 else 0.0 for n in counts]
-    _note(memory, (parameters * energy) ** 0.5, [0.0, *cosines], cost, local)
+    found = [energy / (energy + noise * queries / n) if energy > 0 else 0.0 for n in counts]
+    return [0.0, *found]
 
 
-def note_shaped_outlook(
-    memory: dict[str, Any],
-    parameters: int,
-    norm: float,
-    left: Sequence[float],
-    queries: float,
-    cost: float,
-    local: float,
+def note_outlook(
+    memory: dict[str, Any], weight: float, cosines: Sequence[float], cost: float, local: float
 ) -> None:
-    """Record what a step under shaped noise says of the next one.
+    """Record what a step says of the next one.
 
     Args:
         memory: State of the group.
-        parameters: Number of its parameters.
-        norm: Squared norm of the estimate, which is shorter than the gradient.
-        left: Relative error with 0, 1, 2, ... queries.
-        queries: Mean queries per point.
+        weight: sqrt(d) |g|.
+        cosines: Squared cosine with 0, 1, 2, ... queries per point.
         cost: Forward passes of a query.
         local: Forward passes per point of its local VJPs.
     """
-    cosines = [max(0.0, 1 - e) for e in left[: MOST + 1]]
-    now = cosines[min(round(queries), len(cosines) - 1)]
-    _note(memory, (parameters * norm / max(now, 0.01)) ** 0.5, cosines, cost, local)
-
-
-def _note(
-    memory: dict[str, Any], weight: float, cosines: list[float], cost: float, local: float
-) -> None:
     if not math.isfinite(weight):
         return  # a step whose derivatives overflow must not affect later ones
-    kept = memory.get("outlook")
+    kept, found = memory.get("outlook"), list(cosines)
     if kept is not None:
         weight = _running(kept["weight"], weight)
-        cosines = [_running(*pair) for pair in zip(kept["cosines"], cosines, strict=True)]
-    memory["outlook"] = {"weight": weight, "cosines": cosines, "cost": cost, "local": local}
+        found = [_running(*pair) for pair in zip(kept["cosines"], found, strict=True)]
+    memory["outlook"] = {"weight": weight, "cosines": found, "cost": cost, "local": local}
 
 
 def _running(old: float, new: float) -> float:
@@ -112,7 +84,7 @@ def best_queries(
 
     def progress(name: str, queries: int) -> float:
         outlook = known[name]
-        return float(outlook["weight"] * outlook["cosines"][queries])
+        return float(outlook["weight"] * outlook["cosines"][min(queries, MOST)])
 
     total = sum(progress(name, n) for name, n in found.items())
     cost = 1.0 + sum(known[name]["local"] + known[name]["cost"] * n for name, n in found.items())

@@ -59,10 +59,8 @@ from flops.passes.loss_view import LossView, loss_view
 from flops.passes.replay import Passes
 
 SCHEMA = 2
-PATIENCE, LOOK = (
-    16,
-    8,
-)  # steps until an unreliable group rests, and between its queries from then on
+PATIENCE = 16  # unreliable steps until a group rests
+LOOK = 8  # steps between the queries of a group that rests
 RENAMED = {"captured": "explained_variance", "captures": "explained_by_site"}  # since schema 1
 
 

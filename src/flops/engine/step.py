@@ -19,7 +19,7 @@ from torch import Tensor
 from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.budgets import note_demand
 from flops.allocators.fixed import Fixed
-from flops.allocators.progress import note_outlook, note_shaped_outlook
+from flops.allocators.progress import isotropic_cosines, note_outlook
 from flops.engine.gradients import Collector, Discard, GroupSink, Update, Writer
 from flops.engine.groups import ResolvedGroup
 from flops.engine.layout import Layout
@@ -311,14 +311,18 @@ class GroupStep:
 
     def _note_outlook(self, norm: float, cost: float) -> None:
         """What the next step can expect of some queries; nothing while the group is withheld."""
-        shaped, memory = self.estimate.shaped, self._queries.memory
-        queries, local = float(self.counts.double().mean()), self.cost.local / self._queries.size
-        count = sum(p.numel() for p in self.group.parameters)
+        shaped, queries = self.estimate.shaped, float(self.counts.double().mean())
         if shaped is None:  # unbiased: longer than the gradient
             energy = max(norm - self.noise, SIGNAL * self.noise)
-            note_outlook(memory, count, energy, self.noise, queries, cost, local)
+            cosines = isotropic_cosines(energy, self.noise, queries)
         elif shaped.left and not self.estimation.withheld:
-            note_shaped_outlook(memory, count, norm, shaped.left, queries, cost, local)
+            cosines = [max(0.0, 1 - error) for error in shaped.left]
+            energy = norm / max(cosines[min(round(queries), len(cosines) - 1)], SIGNAL)  # shorter
+        else:
+            return
+        count = sum(p.numel() for p in self.group.parameters)
+        local, memory = self.cost.local / self._queries.size, self._queries.memory
+        note_outlook(memory, (count * energy) ** 0.5, cosines, cost, local)
 
 
 @dataclass(frozen=True)

@@ -173,14 +173,11 @@ class LikelihoodRatio(Estimator):
             )
         if self.sigma == "auto":
             found, search = chosen(queries.memory, queries.key[1])
-            now, begin = (
-                found or default_sigma(binding.dtype),
-                partial(self._begin, binding, queries),
-            )
+            now = found or default_sigma(binding.dtype)
+            begin = partial(self._begin, binding, queries, runner)
             if not search:
-                return begin(runner, now)
-            options = replace(self, sigma=now)
-            return SigmaSearch(options, binding, queries, found is None, partial(begin, runner))
+                return begin(now)
+            return SigmaSearch(replace(self, sigma=now), binding, queries, found is None, begin)
         sigma = self.sigma or default_sigma(binding.dtype)
         _warn_if_lost(sigma, binding.dtype, queries)
         return self._begin(binding, queries, runner, sigma)
