@@ -40,6 +40,7 @@ PARTS = {
     "align_gradient": "cosine of the adapter's gradient with independent and orthogonal noise",
     "align_cost": "time and memory of a step of alignment, with and without allocator",
     "vit_base": "one step of a full-size ViT-base, batch 2, 2 queries: time and memory",
+    "sigma": "cosine with automatic sigma over the best of a sweep, on three models",
     "half": "cosine in half precision by noise scale, over that of single precision",
     "real": "time, first step and memory on SmolLM2-135M and ViT-base beside backpropagation",
     "last_tokens": "where the gradient of SmolLM2 is, and cosines with noise on the last tokens",

@@ -25,10 +25,8 @@ def groups_of(model: nn.Module) -> dict[str, list[str]]:
 def test_vit() -> None:
     layers = [f"vit.layers.{i}" for i in range(7)]
     assert groups_of(vit_model(layers=7)) == {
-        "before": ["vit.embeddings"],
-        "blocks-1": layers[:2],
-        "blocks-2": layers[2:4],
-        "blocks-3": layers[4:],
+        "blocks-1": ["vit.embeddings", *layers[:5]],
+        "blocks-2": layers[5:],
         "vit.layernorm": ["vit.layernorm"],
         "classifier": ["classifier"],
     }
@@ -36,8 +34,7 @@ def test_vit() -> None:
 
 def test_llama() -> None:
     expected = {
-        "before": ["model.embed_tokens"],
-        "blocks-1": ["model.layers.0"],
+        "blocks-1": ["model.embed_tokens", "model.layers.0"],
         "blocks-2": ["model.layers.1"],
         "model.norm": ["model.norm"],
         "lm_head": ["lm_head"],
@@ -48,8 +45,7 @@ def test_llama() -> None:
 
 def test_gpt2() -> None:
     assert groups_of(gpt2().model) == {
-        "before": ["transformer.wte", "transformer.wpe"],
-        "blocks-1": ["transformer.h.0"],
+        "blocks-1": ["transformer.wte", "transformer.wpe", "transformer.h.0"],
         "blocks-2": ["transformer.h.1"],
         "transformer.ln_f": ["transformer.ln_f"],
         "lm_head": ["lm_head"],
@@ -89,7 +85,7 @@ def test_frozen_parts_are_in_no_group() -> None:
 
 def test_mlp() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
-    assert groups_of(model) == {"blocks-1": ["0"], "blocks-2": ["2"], "blocks-3": ["4"]}
+    assert groups_of(model) == {"blocks-1": ["0", "2"], "blocks-2": ["4"]}
 
 
 def test_single_module() -> None:
@@ -142,9 +138,8 @@ def test_bare_parameters_in_the_root_are_loose() -> None:
     model = Picture().eval()
     assert groups_of(model) == {
         "before": ["patch"],
-        "blocks-1": ["blocks.0"],
-        "blocks-2": ["blocks.1"],
-        "blocks-3": ["blocks.2"],
+        "blocks-1": ["blocks.0", "blocks.1"],
+        "blocks-2": ["blocks.2"],
         "norm": ["norm"],
         "head": ["head"],
         "loose": ["cls", "pos"],

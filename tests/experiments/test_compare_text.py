@@ -17,8 +17,8 @@ from flops.errors import FlopsError
 from flops.experiments.compare import cost_of_length
 from flops.experiments.compare_methods import Variant, variant
 from flops.experiments.compare_runs import MethodComparison, TextComparisonRun, measure
-from flops.experiments.compare_sweep import sweep
-from flops.experiments.compare_tables import compared_pairs, differences, sentence, table
+from flops.experiments.compare_sweep import Tried, sweep
+from flops.experiments.compare_tables import NAMES, compared_pairs, differences, sentence, table
 from flops.tasks.text import Text, TextConfig
 from flops.training.methods import METHODS
 
@@ -120,6 +120,26 @@ def test_a_sweep_of_texts_is_short_and_in_steps(tmp_path: Path) -> None:
     assert {(run.steps, run.budget, run.curve, run.test) for run in seen} == {(1, 100.0, 0, False)}
     skipped = sweep(chosen, "zero-shot", tries)
     assert skipped.tried == ()
+
+
+def test_sigma_is_swept_only_where_it_is_not_automatic(tmp_path: Path) -> None:
+    chosen = study(
+        tmp_path, "lr", "shaped-lr", budget=300.0, sigmas=(1e-2, 1e-3), learning_rates=(1e-3, 1e-4)
+    )
+    swept: dict[str, list[float | None]] = {}
+
+    def tries(study: Any, method: str, part: str, runs: Any) -> tuple[Tried, ...]:
+        if part == "sweep":
+            swept[method] = [run.sigma for run in runs.values()]
+        return tuple(Tried(*pair, 0.5, 0.5) for pair in runs)
+
+    for method in ("lr", "shaped-lr"):
+        sweep(chosen, method, tries)
+    assert swept == {"lr": [1e-2, 1e-3, 1e-2, 1e-3], "shaped-lr": [None, None]}
+
+
+def test_every_method_has_a_name_for_people() -> None:
+    assert set(NAMES) == set(METHODS)
 
 
 def test_a_comparison_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

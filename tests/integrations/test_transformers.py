@@ -165,7 +165,7 @@ def test_a_checkpoint_without_engine_state_is_refused(tmp_path: Path) -> None:
 
 
 def test_logs_have_queries_costs_and_statistics_of_the_groups(tmp_path: Path) -> None:
-    ours = trainer(language_model(), arguments(tmp_path, max_steps=4))
+    ours = trainer(language_model(), arguments(tmp_path, max_steps=4), sigma=1e-3)
     output = ours.train()
     first, *_, last, final = ours.state.log_history
     groups = [group.name for group in ours.engine.groups]
@@ -176,6 +176,16 @@ def test_logs_have_queries_costs_and_statistics_of_the_groups(tmp_path: Path) ->
     assert {f"snr/{name}" for name in groups} <= last.keys()
     assert any(name.startswith("explained_variance/") for name in last)
     json.dumps(ours.state.log_history)
+
+
+def test_sigma_is_searched_for_in_the_first_step_and_charged(tmp_path: Path) -> None:
+    ours = trainer(language_model(), arguments(tmp_path, max_steps=2))
+    ours.train()
+    first, second, *_ = ours.state.log_history
+    groups = [group.name for group in ours.engine.groups]
+    assert first["queries"] > 3 * 4 * len(groups)
+    assert second["queries"] - first["queries"] == 3 * 4 * len(groups)
+    assert all(ours.engine.memory[name]["sigma"][0] > 0 for name in groups)
 
 
 def test_floating_point_operations_are_those_of_the_passes(tmp_path: Path) -> None:

@@ -91,13 +91,30 @@ def test_layers_are_cut_into_stages(stages: int) -> None:
     [
         {"name": "adam"},
         {"stages": 0},
-        {"sigma": (1e-3, 1e-4)},
+        {"sigma": (1e-3, 1e-4, 1e-5)},
         {"name": "ops-spsa", "targets": "leaf"},
     ],
 )
 def test_settings_are_checked(options) -> None:
     with pytest.raises(ValueError, match=r"method|stages|sigma|targets"):
         Method(**options)
+
+
+def test_shaped_noise_searches_for_sigma_unless_it_is_given() -> None:
+    def sigmas(method: Method) -> set[float | str]:
+        return {g.estimator.sigma for g in method_groups(bundled_vit(), method)}
+
+    assert sigmas(Method("shaped-lr")) == {"auto"}
+    assert sigmas(Method("shaped-lr", sigma=(1e-2,))) == {1e-2}
+    assert sigmas(Method("lr")) == sigmas(Method("ops-spsa")) == {1e-3}
+
+
+def test_stages_of_shaped_noise_hold_the_embeddings_and_end_after_two_thirds() -> None:
+    first, second, norm, head = method_groups(bundled_vit(), Method("shaped-lr"))
+    layers = [f"vit.layers.{i}" for i in range(6)]
+    assert list(first.targets) == ["vit.embeddings", *layers[:4]]
+    assert list(second.targets) == layers[4:]
+    assert (norm.name, head.name) == ("vit.layernorm", "classifier")
 
 
 def test_too_small_a_sigma_is_warned_of(batch) -> None:
@@ -116,7 +133,10 @@ def test_stages_end_where_they_are_told_to_and_the_layers_have_noise_on_the_last
     )
     groups = method_groups(model, Method(stages=(0.8, 1.0), last_tokens=3))
     sizes = {g.name: len(g.targets) for g in groups}
-    assert sizes == {"before": 1, "blocks-1": 8, "blocks-2": 2, "head": 1}
+    assert sizes == {"blocks-1": 9, "blocks-2": 2, "head": 1}  # with the embedding
+    assert [g.estimator.last_tokens for g in groups] == [3, 3, 3]
+    groups = method_groups(model, Method(targets="block", stages=(0.8, 1.0), last_tokens=3))
+    assert {g.name: len(g.targets) for g in groups} == {"before": 1, **sizes, "blocks-1": 8}
     assert [g.estimator.last_tokens for g in groups] == [None, 3, 3, 3]
     for stages, said in (((1.0, 0.5), "ascend"), ((0.0, 1.0), "ascend"), ((0.5, 0.8), "end at 1")):
         with pytest.raises(ValueError, match=said):

@@ -23,7 +23,7 @@ from typing import Any
 
 KEEP = 0.8  # decay of running averages per step
 MOST = 64  # queries per point
-LEAST = 4  # fewer would explore too little to keep the directions up to date
+LEAST = 8  # fewer would explore too little to keep the directions up to date
 
 
 def isotropic_cosines(energy: float, noise: float, queries: float) -> list[float]:

@@ -38,12 +38,13 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
         "methods": tuple(m for m in TEXT_METHODS if m not in ("lr", "ops-lr")),
         "steps": 24,
         "sweep_steps": 6,
-        "margin": 0.02,
+        "margin": 0.01,
         "curve": 3,
         "budget": 1_900.0,
         "seeds": 3,
-        "learning_rates": (2e-5, 2e-4, 2e-3),
-        "sigmas": (1e-3, 1e-2),  # MeZO's for parameters; activations of the later layers are large
+        "learning_rates": (2e-5, 2e-4, 2e-3, 1e-2),
+        "sigmas": (1e-3,),  # that of MeZO's authors; shaped-lr finds its own
+        "validation_points": 200,
         "batch": 8,
         "queries": 16.0,
         "chunk": 8,
@@ -197,6 +198,8 @@ class CompareText:
     """Prompt around the text, such as "{text} It was"; None for that of the data."""
     words: tuple[str, ...] = ()
     """Label words, such as "negative= terrible" "positive= great"."""
+    validation_points: int | None = None
+    """Validate on so many texts, the first of the split; None for all."""
     max_tokens: int = TEXT.max_tokens
     """Longest text in tokens, prompt included; the left of a longer one is cut."""
     lora: int = 8
@@ -233,6 +236,7 @@ class CompareText:
             template=self.template,
             words=self.words,
             max_tokens=self.max_tokens,
+            validation_points=self.validation_points,
             train_last=self.train_last,
             stages=self.stages,
             queries=self.queries,

@@ -23,6 +23,9 @@ from flops.estimators.spsa import SPSA
 from flops.subspace.config import RELIABLE, Shaping
 
 PARTS = 3
+# Where stages end, as a share of the depth: the gradient is low-dimensional at late sites, and
+# their queries are cheap. Local VJPs train the layers before them.
+STAGE_ENDS = (2 / 3, 1.0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ def automatic_groups(
     estimator: Estimator,
     queries: float | Literal["auto"] = 20,
     parts: int | Sequence[float] = PARTS,
+    *,
+    join: bool = False,
 ) -> list[Group]:
     """Groups for any model: see the module's docstring.
 
@@ -44,12 +49,15 @@ def automatic_groups(
         estimator: Estimator of every group of modules.
         queries: Mean queries per point and group, or "auto".
         parts: Groups per stack of blocks; or where each ends, as a share of the stack, up to 1.
+        join: Whether the modules before the blocks belong to the first group of blocks. Not in a
+            model with bare parameters of its own, which may act between them.
     """
     if not any(_trains(module) for module in modules.values()):
         raise CoverageError("the model has no trainable parameters: nothing requires a gradient")
     stacks = _small_part(modules) or _stacks(modules)
     inside = {name for stack in stacks for name in stack.blocks}
     rest, loose = _rest(modules, inside)
+    join = join and not loose
     order = {name: place for place, name in enumerate(modules)}
     around: dict[tuple[str, str], list[str]] = {}
     for name in rest:
@@ -59,8 +67,13 @@ def automatic_groups(
     groups: list[Group] = []
     for stack in stacks:
         label = f"{stack.name}." if len(stacks) > 1 else ""
-        pieces = [("before", around.get((stack.name, "before"), []))]
-        pieces += [(f"blocks-{i + 1}", part) for i, part in enumerate(_cut(stack.blocks, parts))]
+        first = around.get((stack.name, "before"), [])
+        cuts = _cut(stack.blocks, parts)
+        pieces = [] if join else [("before", first)]
+        pieces += [
+            (f"blocks-{i + 1}", [*first, *part] if join and not i else part)
+            for i, part in enumerate(cuts)
+        ]
         # With prefix reuse, queries after the blocks are almost free: one group per module.
         pieces += [(name, [name]) for name in around.get((stack.name, "after"), [])]
         for piece, names in pieces:
@@ -78,13 +91,13 @@ def automatic_groups(
 def default_groups(modules: Mapping[str, nn.Module]) -> list[Group]:
     """Stages with shaped noise, automatic sigma and automatic queries.
 
-    Modules before the blocks may stand side by side (embeddings of tokens and of positions), so
-    each has noise of its own.
+    Modules before the blocks, such as embeddings, belong to the first stage where they can. As a
+    group they may stand side by side (tokens and positions), so each has noise of its own.
     """
     stage = LikelihoodRatio("auto", "stage", shaping=Shaping(withhold=RELIABLE))
     return [
         replace(group, estimator=replace(stage, targets="block")) if before(group) else group
-        for group in automatic_groups(modules, stage, "auto")
+        for group in automatic_groups(modules, stage, "auto", STAGE_ENDS, join=True)
     ]
 
 

@@ -68,7 +68,7 @@ def main(study: MethodComparison) -> None:
     console.print(seen)
     try:
         with writing(folder, MEASURED):
-            plot(folder / "accuracy.png", results)
+            plot(folder / "accuracy.png", results, f"{study.base.model} on {study.base.data}")
         console.print(f"plot: {folder / 'accuracy.png'}", markup=False, soft_wrap=True)
     except ImportError as error:
         console.print(f"no plot was drawn: {error}", markup=False)

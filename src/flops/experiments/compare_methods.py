@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from flops.errors import FlopsError
-from flops.training.methods import METHODS, WITHOUT_SIGMA, MethodName
+from flops.training.methods import AUTOMATIC_SIGMA, METHODS, WITHOUT_SIGMA, MethodName
 
 ZERO_SHOT = "zero-shot"
 BP = "bp"
@@ -40,8 +40,8 @@ class Variant:
 
     @property
     def has_sigma(self) -> bool:
-        """Whether it has a noise scale."""
-        return self.name is not None and self.name not in WITHOUT_SIGMA
+        """Whether it has a noise scale to choose."""
+        return self.name is not None and self.name not in WITHOUT_SIGMA | AUTOMATIC_SIGMA
 
     @property
     def forward(self) -> bool:

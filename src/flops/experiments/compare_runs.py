@@ -35,6 +35,7 @@ OF_TEXTS = (
     "columns",
     "splits",
     "data_config",
+    "validation_points",
 )
 
 
@@ -114,6 +115,7 @@ class TextComparisonRun(ComparisonRun):
     columns: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()
     data_config: str | None = None
+    validation_points: int | None = None
 
     @property
     def length(self) -> tuple[str, str]:

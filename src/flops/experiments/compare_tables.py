@@ -162,30 +162,68 @@ def sentence(results: Results, length: int, unit: Unit = "epochs") -> str:
     return said + "."
 
 
-def plot(path: Path, results: Results) -> None:
-    """Plot validation accuracy against forward equivalents: mean and range over seeds."""
-    figure = matplotlib_figures().Figure(figsize=(7.5, 4.5), layout="constrained")
+NAMES = {
+    "bp": "backpropagation",
+    "mezo": "MeZO",
+    "fzoo": "FZOO",
+    "lozo": "LOZO",
+    "jvp": "forward gradient",
+    "n-spsa": "SPSA per point",
+    "deepzero": "DeepZero",
+    "lr": "likelihood ratio",
+    "ops-spsa": "SPSA, learned allocation",
+    "ops-lr": "likelihood ratio, learned allocation",
+    "shaped-lr": "shaped likelihood ratio (ours)",
+}
+
+
+def plot(path: Path, results: Results, title: str = "") -> None:
+    """Plot validation accuracy against forward equivalents: mean and range over seeds.
+
+    Backpropagation and ours are drawn on top, the unmodified model as a level.
+    """
+    figure = matplotlib_figures().Figure(figsize=(7.5, 4), layout="constrained")
     axis = figure.subplots()
     for method, found in results.items():
-        curves = [one["curve"] for one in found]
-        if variant(method).name is None:
+        curves, kind = [one["curve"] for one in found], variant(method)
+        if kind.name is None:
             score = 100 * np.mean([curve[0]["accuracy"] for curve in curves])
-            axis.axhline(score, label=method, color="grey", linestyle="--", linewidth=1)
+            axis.axhline(score, label="before training", color="grey", linestyle=":", linewidth=1)
             continue
         length = min(map(len, curves))
         cost = np.mean([[e["forward_equivalents"] for e in c[:length]] for c in curves], axis=0)
         score = 100 * np.array([[e["accuracy"] for e in c[:length]] for c in curves])
         shown = cost > 0
-        (line,) = axis.plot(cost[shown], score.mean(0)[shown], label=method, linewidth=1.5)
+        ahead = kind.name in (BP, "shaped-lr")
+        (line,) = axis.plot(
+            cost[shown],
+            score.mean(0)[shown],
+            label=_label(method),
+            color=("black" if kind.name == BP else "tab:red") if ahead else None,
+            linestyle="--" if "+lora" in method else "-",
+            linewidth=2 if ahead else 1.2,
+            marker="o",
+            markersize=3,
+            zorder=3 if ahead else 2,
+        )
         low, high = score.min(0)[shown], score.max(0)[shown]
-        axis.fill_between(cost[shown], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        axis.fill_between(cost[shown], low, high, color=line.get_color(), alpha=0.12, linewidth=0)
     axis.set_xscale("log")
-    axis.set_xlabel("forward equivalents")
-    axis.set_ylabel("validation accuracy, %")
+    axis.set_xlabel("cost in forward passes of one point")
+    axis.set_ylabel("validation accuracy in %")
+    axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(loc="best", fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     with replacing(path, durable=False) as scratch:
-        figure.savefig(scratch, dpi=120)
+        figure.savefig(scratch, dpi=150)
+
+
+def _label(spelled: str) -> str:
+    """A method's name for people."""
+    name, *parts = spelled.split("+")
+    kinds = ["LoRA" if part == "lora" else part for part in parts]
+    return " + ".join([NAMES[name], *kinds])
 
 
 def _short(value: float) -> str:

@@ -41,7 +41,7 @@ from flops.passes.batch import LossFunction, wide
 from flops.passes.checks import unwrap
 from flops.storage.files import replacing
 from flops.training.checkpoint import UNREADABLE, save_state
-from flops.training.methods import FIXED_QUERIES, Method, MethodName, engine
+from flops.training.methods import AUTOMATIC_SIGMA, FIXED_QUERIES, Method, MethodName, engine
 
 prepare_data_loader = require("accelerate", "llm").data_loader.prepare_data_loader
 Trainer = require("transformers", "llm").Trainer
@@ -68,7 +68,8 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         positional: Further arguments of Trainer.
         method: One of `flops.training.methods`, or a `Method`; "shaped-lr" by default.
         queries: Mean queries per point and group; 20 by default.
-        sigma: Noise scale; None chooses it by the model's precision.
+        sigma: Noise scale; None chooses it as training goes on for shaped-lr, and by the model's
+            precision for the others.
         groups: What is perturbed together, instead of a method; a function of the model where
             ``model_init`` makes it.
         estimator: Instead of a method: one for automatic groups.
@@ -186,6 +187,8 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         )
         if self._sigma is not None:
             return replace(found, sigma=(self._sigma,))
+        if found.name in AUTOMATIC_SIGMA:
+            return found
         floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
         dtype = torch.bfloat16 if self.args.bf16 else next(floating, torch.float32)
         return found if found.perturbs is None else replace(found, sigma=(default_sigma(dtype),))

@@ -44,8 +44,9 @@ class RunConfig(BaseModel):
     """Gradient estimator; bp is backpropagation, for comparison."""
     queries: PositiveFloat = 20.0
     """Mean queries per point and group."""
-    sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = (1e-3,)
-    """Noise scale: one, or one per stage."""
+    sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = None
+    """Noise scale: one, or one per stage; None chooses it as training goes on for shaped-lr, and is
+    1e-3 for the others."""
     epochs: PositiveInt | None = 8
     """Epochs; None for no limit but the budget."""
     budget: PositiveFloat | None = None

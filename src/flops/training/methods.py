@@ -27,10 +27,11 @@ from flops import presets
 from flops.allocators import Equal, Gaussian
 from flops.allocators.base import Allocator
 from flops.allocators.gaussian import Feature
-from flops.engine.auto_groups import automatic_groups, before
+from flops.engine.auto_groups import PARTS, STAGE_ENDS, automatic_groups, before
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.estimators import DeepZero, Exact, LikelihoodRatio
+from flops.estimators.automatic_sigma import Auto
 from flops.estimators.base import Estimator
 from flops.estimators.likelihood_ratio import Targets
 from flops.estimators.spsa import SPSA
@@ -54,6 +55,7 @@ MethodName = Literal[
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
 FIXED_QUERIES: frozenset[MethodName] = frozenset({"mezo", "fzoo", "lozo", "jvp"})
 WITHOUT_SIGMA: frozenset[MethodName] = frozenset({"bp", "jvp"})
+AUTOMATIC_SIGMA: frozenset[MethodName] = frozenset({"shaped-lr"})  # where none is given
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,13 @@ class Method:
         queries: Mean queries per point and group. Those of mezo and lozo (2), fzoo (8) and jvp (1)
             are their authors', for the whole model.
         sigma: Noise scale: one for all groups, or one per stage of layers (modules before and after
-            them take the first and the last). None is 1e-3.
+            them take the first and the last). None is automatic for shaped-lr, 1e-3 for the others.
         targets: What likelihood ratio perturbs; None is "leaf" for lr and ops-lr, "stage" for
             shaped-lr.
         stages: Number of groups of layers, or where each ends as a share of the depth, such as
-            (0.8, 1.0); embeddings, norm and head are separate groups.
+            (0.8, 1.0); None is 3, or for stage targets two, of which the first ends after two
+            thirds. Norm and head are separate groups, and so are the embeddings, which belong to
+            the first stage under stage targets.
         clip_attention: Clip the gradient norm of all attention parameters; None does not clip.
         noise: Distribution of the noise of likelihood ratio.
         last_tokens: Likelihood ratio perturbs only so many tokens at the end of each sequence, from
@@ -80,7 +84,7 @@ class Method:
     queries: float = 20.0
     sigma: tuple[float, ...] | None = None
     targets: Targets | None = None
-    stages: int | tuple[float, ...] = 3
+    stages: int | tuple[float, ...] | None = None
     clip_attention: float | None = None
     noise: Kind = "gaussian"
     last_tokens: int | None = None
@@ -94,7 +98,7 @@ class Method:
                 raise ValueError(f"the ends of stages must ascend from above 0, not {self.stages}")
             if self.stages[-1] != 1:
                 raise ValueError(f"the last stage must end at 1, not {self.stages[-1]}")
-        elif self.stages < 1:
+        elif self.stages is not None and self.stages < 1:
             raise ValueError(f"stages must be at least 1, not {self.stages}")
         if self.sigma is not None and len(self.sigma) not in (1, self.stage_count):
             raise ValueError(
@@ -106,15 +110,29 @@ class Method:
             raise ValueError(f"last_tokens applies to likelihood ratio only, not to {self.name}")
 
     @property
-    def stage_count(self) -> int:
-        """Number of groups of layers."""
-        return self.stages if isinstance(self.stages, int) else len(self.stages)
+    def cuts(self) -> int | tuple[float, ...]:
+        """Number of groups of layers, or where each ends."""
+        if self.stages is not None:
+            return self.stages
+        return STAGE_ENDS if self.perturbs == "stage" else PARTS
 
     @property
-    def sigmas(self) -> tuple[float, ...]:
+    def stage_count(self) -> int:
+        """Number of groups of layers."""
+        return self.cuts if isinstance(self.cuts, int) else len(self.cuts)
+
+    @property
+    def sigmas(self) -> tuple[float | Auto, ...]:
         """Noise scale of each stage."""
-        given = self.sigma or (1e-3,)
-        return given * self.stage_count if len(given) == 1 else given
+        found: tuple[float | Auto, ...] = self.sigma or (self.last_sigma,)
+        if self.sigma is None and self.name in AUTOMATIC_SIGMA:
+            found = ("auto",)
+        return found * self.stage_count if len(found) == 1 else found
+
+    @property
+    def last_sigma(self) -> float:
+        """Noise scale of the last stage, of methods that have no automatic one."""
+        return self.sigma[-1] if self.sigma else 1e-3
 
     @property
     def perturbs(self) -> Targets | None:
@@ -132,10 +150,11 @@ def method_groups(model: nn.Module, method: Method) -> list[Group]:
         return presets.jvp(model)
     if method.name in ("mezo", "fzoo", "lozo"):
         whole = {"mezo": presets.mezo, "fzoo": presets.fzoo, "lozo": presets.lozo}[method.name]
-        return whole(model, method.sigmas[-1])
+        return whole(model, method.last_sigma)
     modules = dict(model.named_modules())
     base = estimator(method, method.sigmas[-1])
-    groups = automatic_groups(modules, base, method.queries, method.stages)
+    join = method.perturbs == "stage"
+    groups = automatic_groups(modules, base, method.queries, method.cuts, join=join)
     return [
         group
         if group.name == "loose"
@@ -181,14 +200,20 @@ def engine(
     )
 
 
-def estimator(method: Method, sigma: float) -> Estimator:
+def estimator(method: Method, sigma: float | Auto) -> Estimator:
     """The estimator of a group."""
     if method.name == "bp":
         return Exact()
+    if sigma == "auto":
+        return _likelihood_ratio(method, "auto")
     if method.name == "deepzero":
         return DeepZero(sigma)
     if method.name in ("n-spsa", "ops-spsa"):
         return SPSA(sigma)
+    return _likelihood_ratio(method, sigma)
+
+
+def _likelihood_ratio(method: Method, sigma: float | Auto) -> Estimator:
     assert method.perturbs is not None
     shaping = Shaping() if method.name == "shaped-lr" else None
     return LikelihoodRatio(
@@ -200,7 +225,7 @@ def estimator(method: Method, sigma: float) -> Estimator:
     )
 
 
-def _estimator_of(group: Group, method: Method, sigma: float) -> Estimator:
+def _estimator_of(group: Group, method: Method, sigma: float | Auto) -> Estimator:
     """The estimator of a group; embeddings may stand side by side, and all their tokens count."""
     if before(group) and method.perturbs == "stage":
         method = dataclasses.replace(method, last_tokens=None, targets="block")
@@ -209,7 +234,7 @@ def _estimator_of(group: Group, method: Method, sigma: float) -> Estimator:
     return estimator(method, sigma)
 
 
-def _by_place(groups: Sequence[Group], method: Method) -> list[float]:
+def _by_place(groups: Sequence[Group], method: Method) -> list[float | Auto]:
     """Sigma of each group: of the first stage before the layers, of the last after them."""
     sigmas, found = list(method.sigmas), []
     for group in groups:

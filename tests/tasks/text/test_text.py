@@ -59,6 +59,13 @@ def test_every_method_trains(method: MethodName, lora: int | None) -> None:
     assert found.evaluations[-1].loss != found.evaluations[0].loss
 
 
+def test_validation_can_be_limited_without_the_other_splits() -> None:
+    whole, some = (Text(small(validation_points=n), CPU).data for n in (None, 5))
+    assert (len(some.validation), len(whole.validation)) == (5, 24)
+    assert some.validation.tokens == whole.validation.tokens[:5]
+    assert (len(some.train), len(some.test)) == (len(whole.train), len(whole.test))
+
+
 @pytest.mark.parametrize("objective", ["words", "head", "completion"])
 def test_every_objective_learns_by_backpropagation(objective: Any, tmp_path: Path) -> None:
     data = pairs(tmp_path) if objective == "completion" else "garments"

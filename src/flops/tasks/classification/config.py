@@ -63,8 +63,9 @@ class FinetuneConfig(RunConfig):
     """Stop at a missing or broken image, instead of skipping it with a warning."""
     targets: Targets | None = None
     """What likelihood ratio perturbs; None for the method's default."""
-    stages: Annotated[int, Field(gt=0)] = 3
-    """Number of groups of layers."""
+    stages: Annotated[int, Field(gt=0)] | None = None
+    """Number of groups of layers; None for 3, or for shaped-lr two, of which the first ends after
+    two thirds of the layers."""
     clip_attention: PositiveFloat | None = None
     """Clip the gradient norm of all attention parameters; None does not clip."""
 

@@ -23,7 +23,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "train_last": 30,  # all layers; the embeddings stay as they are
         "epochs": 1,
         "learning_rate": 2e-5,
-        "sigma": (1e-2,),  # activations of the later layers are large
         "queries": 16,
         "chunk": 8,
     },
@@ -85,6 +84,8 @@ class TextConfig(RunConfig):
     last_tokens: PositiveInt | None = None
     """Tokens at the end of each text that likelihood ratio perturbs; None for all, or for shaped-lr
     in stages those whose logits the loss reads, and one more."""
+    validation_points: PositiveInt | None = None
+    """Validate on so many texts, the first of the split; None for all."""
     batch: PositiveInt = 32
     """Batch size."""
     epochs: PositiveInt | None = 4
@@ -124,7 +125,7 @@ class TextConfig(RunConfig):
             self.queries,
             self.sigma,
             self.targets,
-            self.stages or (SHAPED_ENDS if shaped else 3),
+            self.stages or (SHAPED_ENDS if shaped else None),
             last_tokens=self.last_tokens,
         )
 

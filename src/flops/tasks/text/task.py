@@ -52,6 +52,10 @@ class TokenSplit:
         """Number of points."""
         return len(self.tokens)
 
+    def first(self, count: int | None) -> TokenSplit:
+        """The first points; all for None."""
+        return TokenSplit(self.labels[:count], self.tokens[:count], self.completions[:count])
+
 
 class Text:
     """The task of `flops finetune --task text`.
@@ -109,6 +113,7 @@ class Text:
         train, validation, test = (
             self._split(split) for split in (data.train, data.validation, data.test)
         )
+        validation = validation.first(self.config.validation_points)
         return Splits(train, validation, test, data.classes, data.name, data.notes)
 
     def _split(self, split: TextSplit) -> TokenSplit:
