@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from flops.cli.main import main
 from flops.cli.study import Shaped
 from flops.experiments import shaped, shaped_tables
 from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
+from flops.experiments.shaped_text import TextRun, running, text_sheet, train_text
 from flops.experiments.shaped_training import (
     TrainingRun,
     cost_to_reach,
@@ -20,6 +22,7 @@ from flops.experiments.shaped_training import (
     steps_above,
     train,
 )
+from flops.training.methods import MethodName
 
 
 @pytest.mark.slow
@@ -121,3 +124,33 @@ def test_the_command_asks_for_what_its_options_say(tmp_path: Path) -> None:
     assert len(found.rates) == 3
     with pytest.raises(SystemExit, match="at least one seed"):
         main(["study", "shaped", "--output", str(tmp_path), "--seeds", "0"])
+
+
+def test_a_language_model_on_texts(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"model": "bundled", "data": "garments", "queries": 6, "every": 2}
+    rows: dict[str, tuple[int, MethodName]] = {
+        "all": (2, "shaped-lr"),
+        "exact": (2, "bp"),
+        "last": (1, "shaped-lr"),
+    }
+    study = Shaped(seeds=1, workers=0, most=4, output=tmp_path).study()
+    shaped.main(("text",), replace(study, layers=rows, text=small))
+    table = {row[0]: row for row in json.loads((tmp_path / "text.json").read_text())[0]["rows"]}
+    assert 0.1 < float(table["all"][1]) < 1
+    assert table["exact"][1] == "-"
+    assert table["last"][3:5] == ["", ""]
+    exact = train_text(TextRun(2, "shaped-lr", steps=1, **{**small, "queries": 600}))
+    assert exact["cosines"][0] > 0.9
+    assert set(exact["groups"][0]) == {"blocks-1", "blocks-2", "model.norm"}
+
+
+def test_the_excess_of_a_training_loss_is_that_of_its_running_average() -> None:
+    steady, rising = [1.0] * 4, [1.0, 1.0, 2.0, 1.0]
+    assert running(rising) == pytest.approx([1.0, 1.0, 1.1, 1.09])
+    results = {
+        name: [{"losses": losses, "steps": [0, 1], "cosines": [0.5, 0.7], "validation": 0.5}]
+        for name, losses in (("rising", rising), ("steady", steady))
+    }
+    first, last = text_sheet(results, 1).rows
+    assert list(first[1:5]) == ["0.700", "1.090", "+0.090", "+0.100"]
+    assert list(last[3:5]) == ["", ""]

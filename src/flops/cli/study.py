@@ -40,11 +40,12 @@ class Shaped:
 
     $ flops study shaped
     $ flops study shaped --parts main problems --seeds 2
+    $ flops study shaped --parts text --seeds 3  # SmolLM2, after make real-models
     $ flops study shaped --parts main --seeds 1 --most 20 --output runs/look
     """
 
     parts: tuple[shaped.Part, ...] = shaped.PARTS
-    """Parts of the study."""
+    """Parts of the study; text, which needs make real-models, only on request."""
     seeds: int = 5
     """Number of seeds of all parts but grid."""
     grid_seeds: int = 1

@@ -7,6 +7,7 @@
 - `problems`: shaped against isotropic noise on five other problems.
 - `accuracy`: test accuracy against backpropagation after the same number of epochs.
 - `grid`: cosine by target, queries and noise, and ablations.
+- `text`: SmolLM2 on the sentences, all layers and the last twelve alone; after make real-models.
 
 Every run is a cell (`flops.experiments.cells`): the study can be stopped and resumed.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -36,14 +37,16 @@ from flops.experiments.shaped_tables import (
     problems_sheet,
     sweep_sheet,
 )
+from flops.experiments.shaped_text import START, TextRun, text_sheet, train_text
 from flops.experiments.shaped_training import THIRDS, TrainingRun, train
 from flops.report.plots import plot_over_steps
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write
+from flops.training.methods import MethodName
 
-Part = Literal["main", "cost", "defaults", "problems", "accuracy", "grid"]
-PARTS: tuple[Part, ...] = get_args(Part)
+Part = Literal["main", "cost", "defaults", "problems", "accuracy", "grid", "text"]
+PARTS: tuple[Part, ...] = tuple(p for p in get_args(Part) if p != "text")  # which needs a download
 Key = TypeVar("Key")
 
 RATES = (3e-4, 1e-3, 3e-3)
@@ -60,6 +63,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "backpropagation": {"method": "backpropagation"},
     "nothing set": {"method": "default"},
     "the paper's": {"method": "paper"},
+}
+LAYERS: dict[str, tuple[int, MethodName]] = {
+    "all layers": (30, "shaped-lr"),
+    "all layers, backpropagation": (30, "bp"),
+    "last twelve layers": (12, "shaped-lr"),
 }
 QUERIES = (4, 8, 20, 60)
 GRID_STEPS = 57  # three epochs of batches of 64
@@ -91,6 +99,8 @@ class ShapedStudy:
         most: Largest number of training steps per run, for quick runs; None for all.
         lengths: Queries, epochs and first step of the mean, for each row of `main`.
         rates: Learning rates of the sweep of `accuracy`.
+        layers: Of `text`: layers that are trained, the last ones, and the method, by row.
+        text: Further settings of `text`.
     """
 
     folder: Path
@@ -101,6 +111,8 @@ class ShapedStudy:
     most: int | None = None
     lengths: tuple[tuple[int, int, int], ...] = MAIN
     rates: tuple[float, ...] = RATES
+    layers: Mapping[str, tuple[int, MethodName]] = field(default_factory=lambda: LAYERS)
+    text: Mapping[str, Any] = field(default_factory=dict)
 
     def run(
         self, part: str, measure: Callable[[Any], Result], rows: Mapping[Key, Any]
@@ -192,6 +204,18 @@ def _accuracy(study: ShapedStudy) -> list[Sheet]:
     return [sweep_sheet(sweep), accuracy_sheet(found, rates)]
 
 
+def _text(study: ShapedStudy) -> list[Sheet]:
+    more: dict[str, Any] = dict(study.text)
+    if study.most is not None:
+        more["steps"] = study.most
+    rows = {
+        name: [TextRun(last, method, seed=seed, **more) for seed in range(study.seeds)]
+        for name, (last, method) in study.layers.items()
+    }
+    found = study.run("text", train_text, rows)
+    return [text_sheet(found, START if study.most is None else 0)]
+
+
 def _grid(study: ShapedStudy) -> list[Sheet]:
     common: dict[str, Any] = {"epochs": 3, "follow": "exact"}
     start = 20 if study.most is None else 0
@@ -226,6 +250,7 @@ _RUN: dict[Part, Callable[[ShapedStudy], list[Sheet]]] = {
     "problems": _problems,
     "accuracy": _accuracy,
     "grid": _grid,
+    "text": _text,
 }
 
 
