@@ -17,7 +17,7 @@ from flops.errors import FlopsError
 from flops.experiments.cells import Cell, Result, run_cells
 from flops.experiments.compare_methods import variant
 from flops.experiments.compare_runs import MethodComparison, measure
-from flops.experiments.compare_sweep import Chosen, sweep
+from flops.experiments.compare_sweep import Chosen, run_sweeps, sweep
 from flops.experiments.compare_tables import differences, plot, sentence, sweep_table, table
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
@@ -97,6 +97,7 @@ def compare(
         costs = [cost_of_length(study, method) for method in forward]
         budget = float(round(max(costs, default=1.0)))
         study = dataclasses.replace(study, budget=budget)
+    run_sweeps(study)
     chosen = {method: sweep(study, method) for method in study.methods}
     cells = {method: _cells(study, method, c) for method, c in chosen.items()}
     by_seed = zip(*cells.values(), strict=True)

@@ -72,6 +72,38 @@ def try_settings(
     return tuple(Tried(*pair, *score) for pair, score in zip(runs, scores, strict=True))
 
 
+def settings_of(study: MethodComparison, method: str) -> list[tuple[float, float]]:
+    """Learning rates and sigmas to try."""
+    kind = variant(method)
+    sigmas: Sequence[float] = study.sigmas if kind.has_sigma else study.sigmas[-1:]
+    rates = study.learning_rates if kind.name is not None else study.learning_rates[:1]
+    return list(itertools.product(rates, sigmas))
+
+
+def short_runs(study: MethodComparison, method: str) -> dict[tuple[float, float], ComparisonRun]:
+    """Short runs of all settings.
+
+    Their budget is proportional to that of the reported runs: cheap methods take more epochs.
+    """
+    share = (study.budget or 1.0) * study.sweep_length / study.length
+    return {
+        pair: study.run(method, *pair, seed=SWEEP_SEED, length=study.sweep_length, budget=share)
+        for pair in settings_of(study, method)
+    }
+
+
+def full_runs(
+    study: MethodComparison, method: str, tried: Sequence[Tried]
+) -> dict[tuple[float, float], ComparisonRun]:
+    """Full runs of the best settings."""
+    best = {by: _best_rates(tried, by, study.margin) for by in ("cost", "epochs")}
+    final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in best["cost"]}
+    for pair in best["epochs"]:
+        if pair not in final:  # stops after the epochs
+            final[pair] = study.run(method, *pair, seed=SWEEP_SEED, budget=None)
+    return final
+
+
 def sweep(
     study: MethodComparison,
     method: str,
@@ -84,29 +116,34 @@ def sweep(
         method: The method.
         tries: Evaluates settings.
     """
-    kind = variant(method)
-    sigmas: Sequence[float] = study.sigmas if kind.has_sigma else study.sigmas[-1:]
-    rates = study.learning_rates if kind.name is not None else study.learning_rates[:1]
-    pairs = list(itertools.product(rates, sigmas))
+    pairs = settings_of(study, method)
     if len(pairs) == 1:
         return Chosen(*pairs[0], *pairs[0])
-    # Proportional to the reported runs: cheap methods take more epochs for a budget.
-    share = (study.budget or 1.0) * study.sweep_length / study.length
-    short = {
-        pair: study.run(method, *pair, seed=SWEEP_SEED, length=study.sweep_length, budget=share)
-        for pair in pairs
-    }
-    tried = tries(study, method, "sweep", short)
-    best = {by: _best_rates(tried, by, study.margin) for by in ("cost", "epochs")}
-    final = {pair: study.run(method, *pair, seed=SWEEP_SEED) for pair in best["cost"]}
-    for pair in best["epochs"]:
-        if pair not in final:  # stops after the epochs
-            final[pair] = study.run(method, *pair, seed=SWEEP_SEED, budget=None)
+    tried = tries(study, method, "sweep", short_runs(study, method))
+    final = full_runs(study, method, tried)
     if len(final) == 1:
         return Chosen(*next(iter(final)), *next(iter(final)), tried)
     finals = tries(study, method, "finals", final)
     cost, epochs = (max(finals, key=lambda t: t.score(by)) for by in ("cost", "epochs"))
     return Chosen(cost.learning_rate, cost.sigma, epochs.learning_rate, epochs.sigma, tried, finals)
+
+
+def run_sweeps(study: MethodComparison) -> None:
+    """Run the sweeps of all methods, so that no worker waits for the last run of a method."""
+    swept = [m for m in study.methods if len(settings_of(study, m)) > 1]
+    short = {method: short_runs(study, method) for method in swept}
+    _run(study, "sweep", short)
+    final = {m: full_runs(study, m, try_settings(study, m, "sweep", short[m])) for m in swept}
+    _run(study, "finals", {method: runs for method, runs in final.items() if len(runs) > 1})
+
+
+def _run(
+    study: MethodComparison,
+    part: str,
+    runs: Mapping[str, Mapping[tuple[float, float], ComparisonRun]],
+) -> None:
+    cells = [Cell(part, measure_sweep_run, run) for some in runs.values() for run in some.values()]
+    run_cells(cells, study.folder, study.workers, study.console, part)
 
 
 def _best_rates(
