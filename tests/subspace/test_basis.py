@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
-from flops.subspace.basis import DENSE, LEADING, Change, Factor, Grid, Moments, leading
+from flops.perturb.activations import Site
+from flops.subspace.basis import DENSE, LEADING, Change, Factor, Grid, Moments, grid, leading
 
 
 def random_moments(grids: list[Grid]) -> list[Moments]:
@@ -129,3 +133,22 @@ def test_a_grid_is_cut_out_and_pasted(channels_first: bool) -> None:
     assert torch.equal(pasted[:, 3:11], rows[:, 3:11])
     assert not pasted[:, :3].any()
     assert not pasted[:, 11:].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "convolution", "expected"),
+    [
+        ((7,), False, (1, 7, False)),
+        ((5, 7), False, (5, 7, False)),  # tokens
+        ((5, 7), True, (7, 5, True)),
+        ((3, 4, 5), False, (20, 3, True)),  # images
+        ((2, 3, 4, 5), False, (60, 2, True)),
+    ],
+)
+def test_positions_and_channels_of_a_site(
+    shape: tuple[int, ...], convolution: bool, expected: tuple[int, int, bool]
+) -> None:
+    leaf: Any = None
+    found = grid(Site(0, 0, leaf, 9, math.prod(shape), shape), convolution)
+    assert (found.positions, found.channels, found.channels_first) == expected
+    assert (found.offset, found.size, found.aligned) == (9, math.prod(shape), True)
