@@ -65,7 +65,7 @@ TESTS = (
     "tests/blackbox/test_tuner_gradients.py",
 )
 UNTRACED = {"tests/engine/test_collectives.py": "engine/rows.py"}
-IMPORTED = ("torch", "scipy.optimize", "scipy.stats")
+IMPORTED = ("torch", "scipy.optimize", "scipy.stats", "pytest", "hypothesis.extra.numpy")
 QUICK = 0.1  # seconds of a test
 COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -252,8 +252,8 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        compileall.compile_dir(folder / "src", quiet=1)
+        shutil.copytree(ROOT / "src", folder / "src")
+        compileall.compile_dir(folder / "src", quiet=1)  # what has not been yet
 
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
@@ -288,7 +288,6 @@ class Copy:
             sys.path.insert(0, source)
             os.environ["PYTHONPATH"] = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-            os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and they are slow
             sys.dont_write_bytecode = True
             code = work(self._folder)
         except BaseException:
@@ -311,13 +310,16 @@ class Copy:
         return found
 
 
-def run_tests(folder: Path, tests: Sequence[str]) -> int:
+def run_tests(folder: Path, stages: Sequence[Sequence[str]]) -> int:
     """In a forked process: run tests until one fails; the result is its name."""
     import pytest
 
     recorder = Recorder()
     options = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow"]
-    code = int(pytest.main([*options, *tests], plugins=[recorder]))
+    for tests in filter(None, stages):
+        code = int(pytest.main([*options, *tests], plugins=[recorder]))
+        if code != 0:
+            break
     (folder / "result").write_text(json.dumps(recorder.failed[:1]), encoding="utf-8")
     return code
 
@@ -463,9 +465,13 @@ def judge(copy: Copy, mutant: Mutant, traces: Traces, seconds: float) -> Result:
     if not tests:
         return result
     started = time.monotonic()
+    # Quick tests of the mirroring folder come before others are imported.
+    near = f"tests/{Path(mutant.file).relative_to(SOURCE).parts[0]}/"
+    first = [test for test in tests if test.startswith(near) and traces.seconds[test] < QUICK]
+    stages = [first, [test for test in tests if test not in set(first)]]
     with copy.changed(mutant):
         limit = 60 + 5 * sum(traces.seconds[test] for test in tests)
-        code = wait(copy.start(lambda folder: run_tests(folder, tests)), limit)
+        code = wait(copy.start(lambda folder: run_tests(folder, stages)), limit)
         failed = copy.result()
     outcome = "survived" if code == 0 else "timed out" if code is None else "caught"
     by = failed[0] if failed else "" if code == 0 else copy.output()[-300:]
@@ -552,6 +558,7 @@ def main() -> None:
     if asked.sample is not None and asked.sample < len(mutants):
         chosen = random.Random(asked.seed).sample(mutants, asked.sample)
     print(f"{len(chosen)} of {len(mutants)} mutants", flush=True)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and they are slow
     for name in IMPORTED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as scratch:

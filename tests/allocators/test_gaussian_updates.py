@@ -10,18 +10,14 @@ import torch
 
 from flops.allocators import Gaussian
 from flops.allocators.counts import feasible, objective
-from flops.allocators.gaussian import (
-    JITTER,
-    LEAST_RATE,
-    LOG_GAMMA,
-    LOG_SIGMA,
-    SETTLED,
-    SETTLING,
-    _GaussianState,
-)
+from flops.allocators.gaussian import _GaussianState
 from flops.perturb.random import mix
 from tests.support.allocation import signal, traces
 
+JITTER = 1e-3
+LEAST_RATE, SETTLING = 0.05, 50  # of Adam
+LOG_SIGMA, LOG_GAMMA = (np.log(0.03), 0.0), (-2.0, 2.0)
+SETTLED = 100  # updates
 LOSSES = torch.linspace(0.1, 2, 6).double()
 TRACES = (0.2 + LOSSES).square()
 

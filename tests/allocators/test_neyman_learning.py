@@ -10,18 +10,13 @@ import torch
 from scipy.special import digamma, polygamma
 
 from flops.allocators import Neyman, Signal, Traces
-from flops.allocators.neyman import (
-    DECAY,
-    FORGET,
-    LEAST_SPREAD,
-    MOST_SPREAD,
-    OUTLIER,
-    RIDGE,
-    measure,
-)
+from flops.allocators.neyman import measure
 from tests.support.allocation import sampled, signal, traces
 
-INTERCEPT = 1e-6  # of the ridge
+DECAY, FORGET = 0.9, 0.7  # of all statistics in a step, of a point's until its next visit
+LEAST_SPREAD, MOST_SPREAD = 0.02, 10.0
+OUTLIER = 30.0  # distance to the median
+RIDGE, INTERCEPT = 1e-3, 1e-6
 
 
 def features(losses: np.ndarray, scale: float) -> np.ndarray:

@@ -21,9 +21,10 @@ from flops.subspace.regression import (
     explained_variance,
     regress,
 )
-from flops.subspace.step import AVERAGE, KEEP, LARGEST, RECENT, ShapedStep, decay, exploration
+from flops.subspace.step import ShapedStep, decay, exploration
 from tests.support.shaped_cases import SIZE, Case, case
 
+AVERAGE, RECENT, KEEP = 0.9, 0.8, 0.98  # decays of running averages, and of moments
 COUNTS = torch.tensor([9, 6, 7, 10])
 LOSSES = torch.ones(SIZE).double()
 
@@ -184,6 +185,7 @@ def test_an_isotropic_step(unbiased: bool) -> None:
         report = step.shaped.report
         assert report.k == 0
         assert report.explore == 1
+        assert report.explained_variance == 0
         assert [s.explained_variance for s in report.sites] == [0, 0]
         assert "ridge" not in memory
         assert "explained_variance" not in memory
@@ -280,7 +282,7 @@ def test_what_more_queries_would_leave_out(unit: int, now: float) -> None:
     here = outside(round(float((unit * COUNTS).double().mean())))
     scale, beyond = min(1.0, now / here), max(0.0, now - here)
     left = step._left(now)
-    assert left == pytest.approx([scale * outside(n) + beyond for n in range(LARGEST + 1)])
+    assert left == pytest.approx([scale * outside(n) + beyond for n in range(65)])
     assert left[0] == left[unit] == scale + beyond  # nothing is measured yet
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flops.subspace.design import needed, real_directions
+from flops.subspace.design import Design, needed, real_directions
 from tests.support.shaped_cases import DRAWS, ISO, SIZE, case
 
 both = pytest.mark.parametrize("masked", [False, True])
@@ -95,3 +95,45 @@ def test_enough_directions_for_the_shortest_sequence() -> None:
     plain = case()
     assert needed(plain.space, torch.tensor([4, 5])) == 5
     assert real_directions(plain.space, plain.known).shape == (1, plain.known.size)
+
+
+@both
+def test_what_a_prediction_is_expected_to_hold(masked: bool) -> None:
+    """0.9 of its part outside of the other directions; its own length does not matter."""
+    found = case(masked)
+    guess = found.gradients.flip(0) * found.mask
+    shaped = torch.tensor(DRAWS) - torch.tensor(ISO)
+    known, iso, draws = found.known, torch.tensor(ISO), torch.tensor(DRAWS)
+    design = Design(found.space, known, iso, draws, (guess, 0.9))
+    order = [design._order[j, : int(n) - 1].tolist() for j, n in enumerate(shaped)]
+    parts, used = [], []
+    for j, chosen in enumerate(order):
+        u = found.directions[chosen]
+        left = guess[j] - guess[j] @ u.T @ u
+        parts.append(float(left.square().sum() / guess[j].square().sum()))
+        last = int(design._order[j, int(shaped[j]) - 1])
+        used.append(0.9 * parts[-1] > float(design.prior.expand(SIZE, -1)[j, last]))
+    assert design.expected == pytest.approx(0.9 * sum(parts) / SIZE)
+    assert design.predicted is not None
+    assert design.predicted.any(1).tolist() == used
+    for share, kept in ((0.9, used), (0.0, [False] * SIZE), (1e-3, None)):
+        small = Design(found.space, known, iso, draws, (1e-6 * guess, share))
+        assert small.expected == pytest.approx(share * sum(parts) / SIZE)
+        assert small.predicted is not None
+        if kept is not None:
+            assert small.predicted.any(1).tolist() == kept
+
+
+def test_a_prediction_inside_of_what_is_measured_is_of_no_use() -> None:
+    found = case()
+    inside = found.directions[0].expand(SIZE, -1)
+    draws, iso = torch.tensor(DRAWS), torch.tensor(ISO)
+    design = Design(found.space, found.known, iso, draws, (inside, 1.0))
+    assert design.predicted is not None
+    assert not design.predicted.any()
+    assert design.expected == pytest.approx(0, abs=1e-12)
+    assert design.measured.sum(1).tolist() == (draws - iso).tolist()
+    # Without shaped draws there is nothing to take its place.
+    alone = Design(found.space, found.known, draws, draws, (found.gradients, 1.0))
+    assert alone.predicted is None
+    assert not alone.measured.any()

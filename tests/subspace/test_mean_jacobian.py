@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from flops.subspace import mean_jacobian
-from flops.subspace.mean_jacobian import AGE, LEAST, MOST, OWN, RATE, MeanJacobian
+from flops.subspace.mean_jacobian import MeanJacobian
 from tests.support.shaped_cases import FEATURES, SIZE, Case, case
 
+AGE = 0.8  # weight of a row of the step before
+OWN, RATE = 0.1, 0.2  # share of energy that points do not have in common, and its update
+LEAST, MOST = 1e-3, 1e3  # noise over prior variance
 KINDS = pytest.mark.parametrize("masked", [False, True])
 PREDICTED = pytest.mark.parametrize("predicted", [False, True])
 

@@ -9,8 +9,10 @@ import torch
 
 from flops.perturb.random import NoiseStream
 from flops.subspace.basis import Grid
-from flops.subspace.measurements import BLOCK, FITTED, Isotropic, _cut
+from flops.subspace.measurements import Isotropic, _cut
 from tests.support.shaped_cases import case
+
+FITTED, BLOCK = 512, 4_000_000
 
 
 def test_blocks_hold_every_draw_with_its_noise() -> None:
