@@ -14,12 +14,14 @@ there is none, the mutant is "not covered".
 A mutant that no test catches is in ``runs/mutants/report.md`` with its diff: it needs a test, the
 code is redundant there, or it is equivalent. A mutant that does not end is caught. Results are
 saved as they come; the next run resumes. It repeats a mutant if its file has changed, and one that
-was not caught if a test has.
+was not caught if a test has, or with more ``--seconds``.
 
     python scripts/mutants.py --sample 60 --seed 0
     python scripts/mutants.py --files src/flops/estimators/variance.py src/flops/engine/rows.py:120
 
-Runs where `os.fork` does: test processes are forked from one that has imported torch.
+Tests run in processes that are forked from this one, which has imported what they need; a mutant
+in a function replaces only its code there. So this runs where `os.fork` does. Limits are of
+processor time, for a busy machine.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ import argparse
 import ast
 import compileall
 import difflib
+import gc
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -43,7 +48,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,12 +135,13 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a mutant, the version of the tests, how many were run, and which caught it."""
+    """Outcome of a mutant, version and time limit of the tests, their number, who caught it."""
 
     name: str
     outcome: str
     seconds: float
     version: str
+    limit: float = 0.0
     tests: int = 0
     by: str = ""
 
@@ -222,22 +230,29 @@ class Trace:
     lines: dict[str, dict[int, list[str]]]
 
 
+def processor_time() -> float:
+    """Of this process and of those that it has waited for: a busy machine changes it little."""
+    return sum(os.times()[:4])
+
+
 class Recorder:
     """Plugin of pytest: records failures and times and, with coverage, the lines of each test."""
 
     def __init__(self, coverage: Any = None) -> None:
         self._coverage = coverage
-        self.seconds: dict[str, float] = defaultdict(float)
+        self._before = 0.0
+        self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Lines from here on are those of this test."""
+        self._before = processor_time()
         if self._coverage is not None:
             self._coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Setup, call and teardown of a test."""
-        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid] = processor_time() - self._before
         if report.failed:
             self.failed.append(report.nodeid)
 
@@ -254,10 +269,13 @@ class Copy:
         self._folder = folder
         shutil.copytree(ROOT / "src", folder / "src")
         compileall.compile_dir(folder / "src", quiet=1)  # what has not been yet
+        source = str(folder / "src")
+        sys.path[:0] = [source, str(ROOT)]
+        os.environ["PYTHONPATH"] = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
 
     @contextmanager
-    def changed(self, mutant: Mutant) -> Iterator[None]:
-        """Apply a mutant for a while.
+    def changed(self, mutant: Mutant) -> Iterator[bytes]:
+        """Apply a mutant for a while; gives the file as it was.
 
         The changed file is newer than its compiled form, which is ignored therefore; the restored
         one is as old as before.
@@ -266,13 +284,16 @@ class Copy:
         source, before = path.read_bytes(), path.stat()
         try:
             path.write_bytes(mutant.applied(source))
-            yield
+            yield source
         finally:
             path.write_bytes(source)
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    def start(self, work: Callable[[Path], int]) -> int:
-        """Fork a process whose `flops` is the copy; its work gets the folder for its result."""
+    def start(self, work: Callable[[Path], int], limit: float = 1e9) -> int:
+        """Fork a process whose `flops` is the copy, with a limit of its processor time.
+
+        Its work gets the folder for its result.
+        """
         pid = os.fork()
         if pid:
             return pid
@@ -280,13 +301,10 @@ class Copy:
         try:
             os.setsid()  # so that the processes it starts end with it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.chdir(ROOT)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
             output = os.open(self._folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(output, stream)
-            source = str(self._folder / "src")
-            sys.path.insert(0, source)
-            os.environ["PYTHONPATH"] = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
             sys.dont_write_bytecode = True
             code = work(self._folder)
@@ -310,10 +328,14 @@ class Copy:
         return found
 
 
-def run_tests(folder: Path, stages: Sequence[Sequence[str]]) -> int:
+def run_tests(
+    folder: Path, stages: Sequence[Sequence[str]], mutant: Mutant, source: bytes, inside: bool
+) -> int:
     """In a forked process: run tests until one fails; the result is its name."""
     import pytest
 
+    if not (inside and swapped(mutant, source)):
+        forget()
     recorder = Recorder()
     options = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow"]
     for tests in filter(None, stages):
@@ -322,6 +344,44 @@ def run_tests(folder: Path, stages: Sequence[Sequence[str]]) -> int:
             break
     (folder / "result").write_text(json.dumps(recorder.failed[:1]), encoding="utf-8")
     return code
+
+
+def codes(code: CodeType) -> list[CodeType]:
+    """A module's code and that of all functions and classes in it, in order."""
+    inner = [codes(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return [code, *(c for part in inner for c in part)]
+
+
+def swapped(mutant: Mutant, source: bytes) -> bool:
+    """In a forked process: give the functions of an imported module the code of a mutant.
+
+    False if the change is not within functions, or changes what they share with others.
+    """
+    name = ".".join(Path(mutant.file).relative_to("src").with_suffix("").parts)
+    old, new = (
+        codes(compile(text, mutant.file, "exec")) for text in (source, mutant.applied(source))
+    )
+    if [c.co_qualname for c in old] != [c.co_qualname for c in new]:
+        return False
+    changes = {a: b for a, b in zip(old, new, strict=True) if a != b}
+    found = [
+        f
+        for f in gc.get_objects()
+        if type(f) is FunctionType and f.__module__ == name and f.__code__ in changes
+    ]
+    try:
+        for function in found:
+            function.__code__ = changes[function.__code__]
+    except ValueError:  # other closures
+        return False
+    return bool(found)
+
+
+def forget() -> None:
+    """In a forked process: import the package and its tests again."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("flops", "tests"):
+            del sys.modules[name]
 
 
 def trace_tests(folder: Path, module: str, version: str) -> int:
@@ -339,7 +399,7 @@ def trace_tests(folder: Path, module: str, version: str) -> int:
     tracer.stop()
     data = tracer.get_data()
     lines = {file: data.contexts_by_lineno(path) for file, path in files.items()}
-    trace = Trace(version, dict(recorder.seconds), recorder.failed, lines)
+    trace = Trace(version, recorder.seconds, recorder.failed, lines)
     (folder / "result").write_text(json.dumps(asdict(trace)), encoding="utf-8")
     return 0 if code in (0, 1, 5) else code
 
@@ -352,7 +412,7 @@ def wait(pid: int, limit: float | None = None) -> int | None:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
+            time.sleep(0.05)
     except BaseException:
         end(pid)
         raise
@@ -424,11 +484,18 @@ class Traces:
             for line, tests in lines.items():
                 self._lines[file][int(line)] |= set(tests) - set(trace.failed)
 
-    def tests(self, mutant: Mutant, seconds: float) -> list[str]:
-        """Tests that execute a mutant, in the order to run them, as many as fit in the time."""
+    def _executed(self, mutant: Mutant) -> set[str]:
         lines = self._lines[mutant.file]
         found: set[str] = set().union(*(lines[n] for n in range(mutant.line, mutant.last + 1)))
-        found = found or lines[mutant.statement]
+        return found or lines[mutant.statement]
+
+    def inside(self, mutant: Mutant) -> bool:
+        """Whether a mutant is in a function that does not run at import."""
+        return "" not in self._executed(mutant)
+
+    def tests(self, mutant: Mutant, seconds: float) -> list[str]:
+        """Tests that execute a mutant, in the order to run them, as many as fit in the time."""
+        lines, found = self._lines[mutant.file], self._executed(mutant)
         after: set[str] = set()
         if "" in found:
             after = set().union(*lines.values()) - found
@@ -438,30 +505,29 @@ class Traces:
             for module, file in UNTRACED.items()
             if test.startswith(module) and (not found or (SOURCE / file).as_posix() == mutant.file)
         }
-        order = [self._order(found - {""}), self._order(after - {""}), self._order(untraced)]
-        kept: dict[str, None] = {}
-        for test in (test for part in order for test in part):
-            seconds -= self.seconds[test]
-            if seconds < 0 and kept:
-                break
-            kept[test] = None
-        return list(kept)
+        parts = (found - {""}, after - {""}, untraced)
+        return list(dict.fromkeys(test for part in parts for test in self._order(part, seconds)))
 
-    def _order(self, tests: set[str]) -> list[str]:
-        """Quick ones; then one case of every test function, then another one; fastest first."""
+    def _order(self, tests: set[str], seconds: float) -> list[str]:
+        """Quick ones; then one case of every test function, then another one; fastest first.
+
+        As many as fit in the time, at least one.
+        """
         ranks: dict[str, int] = defaultdict(int)
         keys = {}
         for test in sorted(tests, key=lambda t: (self.seconds[t], t)):
-            function, seconds = test.partition("[")[0], self.seconds[test]
-            keys[test] = (0 if seconds < QUICK else 1 + ranks[function], seconds, test)
+            function, own = test.partition("[")[0], self.seconds[test]
+            keys[test] = (0 if own < QUICK else 1 + ranks[function], own, test)
             ranks[function] += 1
-        return sorted(tests, key=lambda t: keys[t])
+        order = sorted(tests, key=lambda t: keys[t])
+        ends = itertools.accumulate(self.seconds[test] for test in order)
+        return order[: max(1, sum(end <= seconds for end in ends))]
 
 
 def judge(copy: Copy, mutant: Mutant, traces: Traces, seconds: float) -> Result:
     """Run a mutant."""
     tests = traces.tests(mutant, seconds)
-    result = Result(mutant.name, "not covered", 0.0, traces.version)
+    result = Result(mutant.name, "not covered", 0.0, traces.version, seconds)
     if not tests:
         return result
     started = time.monotonic()
@@ -469,14 +535,20 @@ def judge(copy: Copy, mutant: Mutant, traces: Traces, seconds: float) -> Result:
     near = f"tests/{Path(mutant.file).relative_to(SOURCE).parts[0]}/"
     first = [test for test in tests if test.startswith(near) and traces.seconds[test] < QUICK]
     stages = [first, [test for test in tests if test not in set(first)]]
-    with copy.changed(mutant):
-        limit = 60 + 5 * sum(traces.seconds[test] for test in tests)
-        code = wait(copy.start(lambda folder: run_tests(folder, stages)), limit)
+    inside = traces.inside(mutant)
+    if inside:  # the child finds them imported
+        for module in dict.fromkeys(test.partition("::")[0] for test in tests):
+            importlib.import_module(module.removesuffix(".py").replace("/", "."))
+    with copy.changed(mutant) as source:
+        limit = 30 + 5 * sum(traces.seconds[test] for test in tests)
+        work = partial(run_tests, stages=stages, mutant=mutant, source=source, inside=inside)
+        code = wait(copy.start(work, limit), 20 * limit)
         failed = copy.result()
-    outcome = "survived" if code == 0 else "timed out" if code is None else "caught"
+    late = code in (None, -signal.SIGKILL, -signal.SIGXCPU)
+    outcome = "survived" if code == 0 else "timed out" if late else "caught"
     by = failed[0] if failed else "" if code == 0 else copy.output()[-300:]
     taken = round(time.monotonic() - started, 1)
-    return Result(mutant.name, outcome, taken, traces.version, len(tests), by)
+    return Result(mutant.name, outcome, taken, traces.version, seconds, len(tests), by)
 
 
 def sources() -> list[str]:
@@ -535,7 +607,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=None, help="how many; default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument(
-        "--seconds", type=float, default=40, help="of tests for a mutant, as measured without it"
+        "--seconds",
+        type=float,
+        default=40,
+        help="processor time of the tests of a mutant, as measured without it",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/mutants"), help="folder")
     return parser.parse_args()
@@ -546,7 +621,9 @@ def main() -> None:
     asked = options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests in flight end too
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    asked.output = asked.output.resolve()
     asked.output.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
     journal = asked.output / "results.jsonl"
     results: dict[str, Result] = {}
     if journal.exists():
@@ -564,7 +641,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         copy = Copy(Path(scratch))
         traces = Traces(copy, asked.output / "traces")
-        waiting = [m for m in chosen if not settled(results.get(m.name), traces)]
+        waiting = [m for m in chosen if not settled(results.get(m.name), traces, asked.seconds)]
         for number, mutant in enumerate(waiting):
             result = judge(copy, mutant, traces, asked.seconds)
             results[mutant.name] = result
@@ -577,10 +654,11 @@ def main() -> None:
     print(f"written to {asked.output / 'report.md'}")
 
 
-def settled(result: Result | None, traces: Traces) -> bool:
-    """Whether a mutant needs no further run: more tests catch more, never less."""
-    caught = result is not None and result.outcome in ("caught", "timed out")
-    return caught or (result is not None and result.version == traces.version)
+def settled(result: Result | None, traces: Traces, seconds: float) -> bool:
+    """Whether a mutant needs no further run: more tests, or more time, catch more, never less."""
+    if result is None or result.outcome in ("caught", "timed out"):
+        return result is not None
+    return result.version == traces.version and result.limit >= seconds
 
 
 if __name__ == "__main__":
