@@ -206,6 +206,30 @@ def test_an_isotropic_step(unbiased: bool) -> None:
             assert report.correction == 1
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_isotropic_steps_add_up(masked: bool) -> None:
+    """Before the first directions nothing is forgotten."""
+    of = case(masked)
+    memory = memory_of(of, shaped_steps=2)
+    step = begin(of, memory)
+    points, w, _ = measure(of, step)
+    step.collect(w, points)
+    design = Design(of.space, leading(of.space.grids, of.moments, 0), COUNTS, COUNTS)
+    measurements = design.measurements(points, w, None)
+    found = regress(measurements, 0.3, tune=False)
+    torch.testing.assert_close(step.delta, found.outside * of.mask)
+    expected = learn(measurements, found, of.moments, 1.0, 2, LOSSES)
+    for saved, m in zip(memory["moments"], expected, strict=True):
+        again = Moments.from_memory(saved, torch.double)
+        for a, b in ((again.positions, m.positions), (again.channels, m.channels)):
+            if a is not None and b is not None:
+                assert a.trace == pytest.approx(b.trace)
+                torch.testing.assert_close(a.matrix, b.matrix)
+                torch.testing.assert_close(a.values, b.values)
+    assert memory["best"] == 0.5
+    assert memory["explained_variance"] == 0.4
+
+
 @pytest.mark.parametrize(
     ("explore", "counts", "iso"),
     [

@@ -124,6 +124,19 @@ def test_what_a_prediction_is_expected_to_hold(masked: bool) -> None:
             assert small.predicted.any(1).tolist() == kept
 
 
+def test_a_point_without_a_prediction_measures_its_directions() -> None:
+    found = case()
+    guess = found.gradients.clone()
+    guess[1] = 0
+    draws, iso = torch.tensor(DRAWS), torch.tensor(ISO)
+    design = Design(found.space, found.known, iso, draws, (guess, 1.0))
+    assert 0 < design.expected < 0.75  # three of four
+    assert design.predicted is not None
+    assert not design.predicted[1].any()
+    assert int(design.measured[1].sum()) == DRAWS[1] - ISO[1]
+    assert bool(torch.isfinite(design.predicted).all())
+
+
 def test_a_prediction_inside_of_what_is_measured_is_of_no_use() -> None:
     found = case()
     inside = found.directions[0].expand(SIZE, -1)
