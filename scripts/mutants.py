@@ -5,11 +5,11 @@ which tests execute which line, how long each takes, and which fail without any 
 skipped, and listed in the report). This is cached by the version of the sources and of the module.
 
 Then each mutant is applied to a copy of the package and run against the tests that execute its
-lines: the quick ones, then one case of every test function, the fastest first, until one fails or
-the next does not fit into ``--seconds``. A line that runs at import (a constant, a default) is
-tested by all tests that execute anything of its file. Tests of `UNTRACED` start processes, whose
-lines are not seen: they run last, for their files and for lines that no other test executes. Where
-there is none, the mutant is "not covered".
+lines: one for each path through its function, the quick ones, then one case of every test
+function, the fastest first, until one fails or the next does not fit into ``--seconds``. A line
+that runs at import (a constant, a default) is tested by all tests that execute anything of its
+file. Tests of `UNTRACED` start processes, whose lines are not seen: they run last, for their files
+and for lines that no other test executes. Where there is none, the mutant is "not covered".
 
 A mutant that no test catches is in ``runs/mutants/report.md`` with its diff: it needs a test, the
 code is redundant there, or it is equivalent. A mutant that does not end is caught. Results are
@@ -506,7 +506,16 @@ class Traces:
             if test.startswith(module) and (not found or (SOURCE / file).as_posix() == mutant.file)
         }
         parts = (found - {""}, after - {""}, untraced)
-        return list(dict.fromkeys(test for part in parts for test in self._order(part, seconds)))
+        order = [self._paths(mutant, found - {""}), *(self._order(p, seconds) for p in parts)]
+        return list(dict.fromkeys(test for part in order for test in part))
+
+    def _paths(self, mutant: Mutant, tests: set[str]) -> list[str]:
+        """For each line of the mutant's function, the fastest of these tests that executes it."""
+        first, last = function_around(mutant)
+        lines = self._lines[mutant.file]
+        there = [lines[n] & tests for n in range(first, last + 1)]
+        chosen = {min(found, key=lambda t: (self.seconds[t], t)) for found in there if found}
+        return sorted(chosen, key=lambda t: self.seconds[t])
 
     def _order(self, tests: set[str], seconds: float) -> list[str]:
         """Quick ones; then one case of every test function, then another one; fastest first.
@@ -524,6 +533,17 @@ class Traces:
         return order[: max(1, sum(end <= seconds for end in ends))]
 
 
+def function_around(mutant: Mutant) -> tuple[int, int]:
+    """First and last line of the innermost function around a mutant, or of its statement."""
+    found = (mutant.line, mutant.last)
+    for node in ast.walk(ast.parse((ROOT / mutant.file).read_bytes())):  # outer ones come first
+        if isinstance(node, ast.FunctionDef) and node.lineno <= mutant.line <= (
+            node.end_lineno or 0
+        ):
+            found = (node.lineno + 1, node.end_lineno or node.lineno)
+    return found
+
+
 def judge(copy: Copy, mutant: Mutant, traces: Traces, seconds: float) -> Result:
     """Run a mutant."""
     tests = traces.tests(mutant, seconds)
@@ -533,8 +553,8 @@ def judge(copy: Copy, mutant: Mutant, traces: Traces, seconds: float) -> Result:
     started = time.monotonic()
     # Quick tests of the mirroring folder come before others are imported.
     near = f"tests/{Path(mutant.file).relative_to(SOURCE).parts[0]}/"
-    first = [test for test in tests if test.startswith(near) and traces.seconds[test] < QUICK]
-    stages = [first, [test for test in tests if test not in set(first)]]
+    quick = {test for test in tests if test.startswith(near) and traces.seconds[test] < QUICK}
+    stages = [[t for t in tests if t in quick], [t for t in tests if t not in quick]]
     inside = traces.inside(mutant)
     if inside:  # the child finds them imported
         for module in dict.fromkeys(test.partition("::")[0] for test in tests):
