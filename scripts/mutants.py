@@ -1,59 +1,79 @@
 """Mutation testing: change one operator, constant or statement at a time, and see if a test fails.
 
-Each mutant is applied to a copy of the package and run against the tests that mirror its file:
-first those named after it, then the others of `TESTS`. Tests that fail without any change are
-skipped, and listed in the report. A mutant that no test catches is in ``runs/mutants/report.md``
-with its diff: it needs a test, or the code is redundant there.
+First, every test module of `TESTS` runs once with line coverage (coverage.py, one context a test):
+which tests execute which line, how long each takes, and which fail without any change (these are
+skipped, and listed in the report). This is cached by the version of the sources and of the module.
 
-Results are saved as they come; the next run resumes, and repeats a mutant only if its file has
-changed.
+Then each mutant is applied to a copy of the package and run against the tests that execute its
+lines: one for each path through its function, the quick ones, then one case of every test
+function, the fastest first, until one fails or the next does not fit into ``--seconds``. A line
+that runs at import (a constant, a default) is tested by all tests that execute anything of its
+file. Tests of `UNTRACED` start processes, whose lines are not seen: they run last, for their files
+and for lines that no other test executes. Where there is none, the mutant is "not covered".
+
+A mutant that no test catches is in ``runs/mutants/report.md`` with its diff: it needs a test, the
+code is redundant there, or it is equivalent. A mutant that does not end is caught. Results are
+saved as they come; the next run resumes. It repeats a mutant if its file has changed, and one that
+was not caught if a test has, or with more ``--seconds``.
 
     python scripts/mutants.py --sample 60 --seed 0
-    python scripts/mutants.py --files src/flops/estimators/variance.py
+    python scripts/mutants.py --files src/flops/estimators/variance.py src/flops/engine/rows.py:120
+
+Tests run in processes that are forked from this one, which has imported what they need; a mutant
+in a function replaces only its code there. So this runs where `os.fork` does. Limits are of
+processor time, for a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import difflib
+import gc
 import hashlib
+import importlib
+import itertools
 import json
 import os
-import queue
 import random
-import re
+import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path("src/flops")
-TESTS = {
-    "estimators": ["tests/estimators", "tests/exact"],
-    "estimators/shaped_parameters.py": ["tests/subspace/test_shaping_parameters.py"],
-    "estimators/shaped_activations.py": [
-        "tests/subspace/test_outputs.py",
-        "tests/subspace/test_shaping.py",
-        "tests/subspace/test_reliability.py",
-    ],
-    "allocators": ["tests/allocators"],
-    "subspace": ["tests/subspace"],
-    "engine/rows.py": [
-        "tests/engine/test_rows.py",
-        "tests/engine/test_pilot.py",
-        "tests/engine/test_gradients.py",
-        "tests/engine/test_collectives.py",
-    ],
-}
+MUTATED = ("estimators", "allocators", "subspace", "engine/rows.py")
+TESTS = (
+    "tests/estimators",
+    "tests/exact",
+    "tests/allocators",
+    "tests/subspace",
+    "tests/engine/test_rows.py",
+    "tests/engine/test_pilot.py",
+    "tests/engine/test_gradients.py",
+    "tests/engine/test_collectives.py",
+    "tests/engine/test_allocation.py",
+    "tests/engine/test_automatic_queries.py",
+    "tests/engine/test_budgets.py",
+    "tests/blackbox/test_tuner.py",
+    "tests/blackbox/test_tuner_gradients.py",
+)
+UNTRACED = {"tests/engine/test_collectives.py": "engine/rows.py"}
+IMPORTED = ("torch", "scipy.optimize", "scipy.stats", "pytest", "hypothesis.extra.numpy")
+QUICK = 0.1  # seconds of a test
 COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -76,16 +96,21 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Pow: ast.Mult,
     ast.MatMult: ast.Mult,
 }
-# Not mutated, since they do not affect results: types, messages, decorators.
+# Not mutated, since they do not affect results: types, messages, decorators, `strict=` of a zip.
 SKIPPED = (ast.JoinedStr, ast.Raise, ast.Import, ast.ImportFrom)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a file: the bytes from start to end are replaced."""
+    """One change of a file: the bytes from start to end are replaced.
+
+    It is on the lines from `line` to `last`, of the statement that begins on line `statement`.
+    """
 
     file: str
     line: int
+    last: int
+    statement: int
     kind: str
     start: int
     end: int
@@ -110,11 +135,14 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a mutant: caught, survived or timed out, and the test that caught it."""
+    """Outcome of a mutant, version and time limit of the tests, their number, who caught it."""
 
     name: str
     outcome: str
     seconds: float
+    version: str
+    limit: float = 0.0
+    tests: int = 0
     by: str = ""
 
 
@@ -124,6 +152,7 @@ class Finder:
     def __init__(self, file: str) -> None:
         self._file, self._source = file, (ROOT / file).read_bytes()
         self._version = hashlib.sha256(self._source).hexdigest()[:12]
+        self._statement = 0
         lines = self._source.splitlines(keepends=True)
         self._starts = [0]
         for line in lines:
@@ -134,9 +163,13 @@ class Finder:
         return list(self._walk(ast.parse(self._source)))
 
     def _walk(self, node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.stmt):
+            self._statement = node.lineno
         if isinstance(node, SKIPPED):
             if isinstance(node, ast.Raise):
                 yield self._mutant(node, "statement", "pass")
+            return
+        if isinstance(node, ast.keyword) and node.arg == "strict":
             return
         yield from self._of(node)
         for field, value in ast.iter_fields(node):
@@ -180,128 +213,383 @@ class Finder:
         assert node.end_col_offset is not None
         start = self._starts[node.lineno - 1] + node.col_offset
         end = self._starts[node.end_lineno - 1] + node.end_col_offset
-        return Mutant(self._file, node.lineno, kind, start, end, new, self._version)
+        place = (self._file, node.lineno, node.end_lineno, self._statement)
+        return Mutant(*place, kind, start, end, new, self._version)
 
 
-class Baselines:
-    """Tests that fail without any change, and the time of all, by tests; shared by the copies."""
+@dataclass(frozen=True)
+class Trace:
+    """What one test module does: time and outcome of its tests, and who executes which line.
 
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, ...], tuple[list[str], float]] = {}
-        self.lock = threading.Lock()
+    Lines are by file; an empty name stands for what runs at import.
+    """
 
-    @property
-    def broken(self) -> list[str]:
-        """Tests that fail without any change."""
-        return sorted({test for tests, _ in self.found.values() for test in tests})
+    version: str
+    seconds: dict[str, float]
+    failed: list[str]
+    lines: dict[str, dict[int, list[str]]]
+
+
+def processor_time() -> float:
+    """Of this process and of those that it has waited for: a busy machine changes it little."""
+    return sum(os.times()[:4])
+
+
+class Recorder:
+    """Plugin of pytest: records failures and times and, with coverage, the lines of each test."""
+
+    def __init__(self, coverage: Any = None) -> None:
+        self._coverage = coverage
+        self._before = 0.0
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Lines from here on are those of this test."""
+        self._before = processor_time()
+        if self._coverage is not None:
+            self._coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Setup, call and teardown of a test."""
+        self.seconds[report.nodeid] = processor_time() - self._before
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A module that cannot be imported."""
+        if report.failed:
+            self.failed.append(report.nodeid)
 
 
 class Copy:
-    """A copy of the package for mutants, and the tests that run on it."""
+    """A copy of the package, and a forked process that runs tests on it."""
 
-    def __init__(self, folder: Path, limit: float, baselines: Baselines) -> None:
-        self._folder, self._limit, self._baselines = folder, limit, baselines
-        self._process: subprocess.Popen[str] | None = None
-        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        shutil.copytree(ROOT / "src", folder / "src")
+        compileall.compile_dir(folder / "src", quiet=1)  # what has not been yet
+        source = str(folder / "src")
+        sys.path[:0] = [source, str(ROOT)]
+        os.environ["PYTHONPATH"] = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
 
-    def run(self, mutant: Mutant) -> Result:
-        """Run the tests until one fails."""
-        source, target = (ROOT / mutant.file).read_bytes(), self._folder / mutant.file
-        outcome, by = "survived", ""
-        runs = [(tests, *self._baseline(tests)) for tests in tests_of(mutant.file)]
-        started = time.monotonic()
+    @contextmanager
+    def changed(self, mutant: Mutant) -> Iterator[bytes]:
+        """Apply a mutant for a while; gives the file as it was.
+
+        The changed file is newer than its compiled form, which is ignored therefore; the restored
+        one is as old as before.
+        """
+        path = self._folder / mutant.file
+        source, before = path.read_bytes(), path.stat()
         try:
-            target.write_bytes(mutant.applied(source))
-            for tests, broken, seconds in runs:
-                code, output = self._pytest(tests, broken, min(self._limit, 30 + 5 * seconds))
-                if code != 0:
-                    outcome = "timed out" if code is None else "caught"
-                    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-                    by = found[1] if found else ""
-                    break
+            path.write_bytes(mutant.applied(source))
+            yield source
         finally:
-            target.write_bytes(source)
-        return Result(mutant.name, outcome, round(time.monotonic() - started, 1), by)
+            path.write_bytes(source)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    def stop(self) -> None:
-        """End the tests in flight."""
-        if self._process is not None and self._process.poll() is None:
-            _end(self._process)
+    def start(self, work: Callable[[Path], int], limit: float = 1e9) -> int:
+        """Fork a process whose `flops` is the copy, with a limit of its processor time.
 
-    def _baseline(self, tests: list[str]) -> tuple[list[str], float]:
-        """Tests that fail without a change, and the time of all tests."""
-        key = tuple(tests)
-        with self._baselines.lock:
-            if key not in self._baselines.found:
-                self._baselines.found[key] = self._measured(tests)
-            return self._baselines.found[key]
+        Its work gets the folder for its result.
+        """
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 70
+        try:
+            os.setsid()  # so that the processes it starts end with it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
+            output = os.open(self._folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            sys.dont_write_bytecode = True
+            code = work(self._folder)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
 
-    def _measured(self, tests: list[str]) -> tuple[list[str], float]:
-        started = time.monotonic()
-        code, output = self._pytest(tests, [], None)
-        seconds = time.monotonic() - started
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
-        if code not in (0, 1) or (code == 1 and not failed):
-            raise SystemExit(f"the tests do not run without any change:\n{output[-3000:]}")
-        print(f"{' '.join(tests)}: {seconds:.0f} s, {len(failed)} fail anyway", flush=True)
-        return failed, seconds
+    def output(self) -> str:
+        """What the process has printed."""
+        return (self._folder / "output").read_text(encoding="utf-8", errors="replace")
 
-    def _pytest(
-        self, tests: list[str], without: list[str], limit: float | None
-    ) -> tuple[int | None, str]:
-        """Exit code, None after the time limit, and output."""
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--tb=no", *tests]
-        command += ["-p", "no:cacheprovider", *(() if limit is None else ("-x",))]
-        for test in without:
-            command += ["--deselect", test]
-        path = os.pathsep.join([str(self._folder / "src"), os.environ.get("PYTHONPATH", "")])
-        settings = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        ) as process:
-            self._process = process
-            try:
-                output, _ = process.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                _end(process)
-                return None, process.communicate()[0]
-        return process.returncode, output
+    def result(self) -> Any:
+        """What the process has found, None if it ended before."""
+        path = self._folder / "result"
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+        return found
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a test run and the processes that it started."""
-    if hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
+def run_tests(
+    folder: Path, stages: Sequence[Sequence[str]], mutant: Mutant, source: bytes, inside: bool
+) -> int:
+    """In a forked process: run tests until one fails; the result is its name."""
+    import pytest
+
+    if not (inside and swapped(mutant, source)):
+        forget()
+    recorder = Recorder()
+    options = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow"]
+    for tests in filter(None, stages):
+        code = int(pytest.main([*options, *tests], plugins=[recorder]))
+        if code != 0:
+            break
+    (folder / "result").write_text(json.dumps(recorder.failed[:1]), encoding="utf-8")
+    return code
 
 
-def tests_of(file: str) -> list[list[str]]:
-    """Tests named after a file, then all of its package."""
-    inside = Path(file).relative_to(SOURCE)
-    package = inside.as_posix() if inside.as_posix() in TESTS else inside.parts[0]
-    every = TESTS[package]
-    folder = ROOT / "tests" / inside.parts[0]
-    found = {*folder.glob(f"test_{inside.stem}*.py"), *folder.glob(f"test_*_{inside.stem}.py")}
-    own = sorted(path.relative_to(ROOT).as_posix() for path in found)
-    return [own, every] if own and own != every else [every]
+def codes(code: CodeType) -> list[CodeType]:
+    """A module's code and that of all functions and classes in it, in order."""
+    inner = [codes(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return [code, *(c for part in inner for c in part)]
+
+
+def swapped(mutant: Mutant, source: bytes) -> bool:
+    """In a forked process: give the functions of an imported module the code of a mutant.
+
+    False if the change is not within functions, or changes what they share with others.
+    """
+    name = ".".join(Path(mutant.file).relative_to("src").with_suffix("").parts)
+    old, new = (
+        codes(compile(text, mutant.file, "exec")) for text in (source, mutant.applied(source))
+    )
+    if [c.co_qualname for c in old] != [c.co_qualname for c in new]:
+        return False
+    changes = {a: b for a, b in zip(old, new, strict=True) if a != b}
+    found = [
+        f
+        for f in gc.get_objects()
+        if type(f) is FunctionType and f.__module__ == name and f.__code__ in changes
+    ]
+    try:
+        for function in found:
+            function.__code__ = changes[function.__code__]
+    except ValueError:  # other closures
+        return False
+    return bool(found)
+
+
+def forget() -> None:
+    """In a forked process: import the package and its tests again."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("flops", "tests"):
+            del sys.modules[name]
+
+
+def trace_tests(folder: Path, module: str, version: str) -> int:
+    """In a forked process: run a test module with coverage; the result is its trace."""
+    import coverage
+    import pytest
+
+    files = {file: os.path.realpath(folder / file) for file in sources()}
+    tracer = coverage.Coverage(data_file=None, include=list(files.values()), config_file=False)
+    tracer.set_option("run:core", "ctrace")  # the only one that knows contexts in all versions
+    recorder = Recorder(tracer)
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow"]
+    tracer.start()
+    code = int(pytest.main([*options, module], plugins=[recorder]))
+    tracer.stop()
+    data = tracer.get_data()
+    lines = {file: data.contexts_by_lineno(path) for file, path in files.items()}
+    trace = Trace(version, recorder.seconds, recorder.failed, lines)
+    (folder / "result").write_text(json.dumps(asdict(trace)), encoding="utf-8")
+    return 0 if code in (0, 1, 5) else code
+
+
+def wait(pid: int, limit: float | None = None) -> int | None:
+    """Exit code of a forked process, None if it had to be ended after the time limit."""
+    started = time.monotonic()
+    try:
+        while limit is None or time.monotonic() - started < limit:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+    except BaseException:
+        end(pid)
+        raise
+    end(pid)
+    return None
+
+
+def end(pid: int) -> None:
+    """End a forked process and those that it started."""
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def digest(paths: Sequence[Path]) -> str:
+    """Version of files."""
+    found = hashlib.sha256()
+    for path in paths:
+        found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def modules_of(path: Path) -> list[Path]:
+    """Test modules of a folder, or the module itself."""
+    return [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+
+
+class Traces:
+    """Who executes which line, over all test modules."""
+
+    def __init__(self, copy: Copy, cache: Path) -> None:
+        cache.mkdir(parents=True, exist_ok=True)
+        shared = [
+            *sorted((ROOT / "src").rglob("*.py")),
+            *sorted((ROOT / "tests/support").rglob("*.py")),
+        ]
+        common = digest([*shared, ROOT / "tests/conftest.py"])
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+        self._lines: dict[str, dict[int, set[str]]] = {f: defaultdict(set) for f in sources()}
+        modules = [p for name in TESTS for p in modules_of(ROOT / name)]
+        self.version = common + digest(modules)
+        for path in modules:
+            module = path.relative_to(ROOT).as_posix()
+            self._add(self._traced(copy, module, common + digest([path]), cache))
+
+    def _traced(self, copy: Copy, module: str, version: str, cache: Path) -> Trace:
+        saved = cache / f"{module.replace('/', '.')}.json"
+        if saved.exists():
+            trace = Trace(**json.loads(saved.read_text(encoding="utf-8")))
+            if trace.version == version:
+                return trace
+        code = wait(copy.start(lambda folder: trace_tests(folder, module, version)))
+        found = copy.result()
+        if code != 0 or found is None:
+            raise SystemExit(f"{module} does not run without any change:\n{copy.output()[-3000:]}")
+        saved.write_text(json.dumps(found), encoding="utf-8")
+        trace = Trace(**found)
+        print(
+            f"{module}: {sum(trace.seconds.values()):.0f} s, {len(trace.seconds)} tests, "
+            f"{len(trace.failed)} fail anyway",
+            flush=True,
+        )
+        return trace
+
+    def _add(self, trace: Trace) -> None:
+        self.failed += trace.failed
+        self.seconds |= {t: s for t, s in trace.seconds.items() if t not in trace.failed}
+        for file, lines in trace.lines.items():
+            for line, tests in lines.items():
+                self._lines[file][int(line)] |= set(tests) - set(trace.failed)
+
+    def _executed(self, mutant: Mutant) -> set[str]:
+        lines = self._lines[mutant.file]
+        found: set[str] = set().union(*(lines[n] for n in range(mutant.line, mutant.last + 1)))
+        return found or lines[mutant.statement]
+
+    def inside(self, mutant: Mutant) -> bool:
+        """Whether a mutant is in a function that does not run at import."""
+        return "" not in self._executed(mutant)
+
+    def tests(self, mutant: Mutant, seconds: float) -> list[str]:
+        """Tests that execute a mutant, in the order to run them, as many as fit in the time."""
+        lines, found = self._lines[mutant.file], self._executed(mutant)
+        after: set[str] = set()
+        if "" in found:
+            after = set().union(*lines.values()) - found
+        untraced = {
+            test
+            for test in self.seconds
+            for module, file in UNTRACED.items()
+            if test.startswith(module) and (not found or (SOURCE / file).as_posix() == mutant.file)
+        }
+        parts = (found - {""}, after - {""}, untraced)
+        order = [self._paths(mutant, found - {""}), *(self._order(p, seconds) for p in parts)]
+        return list(dict.fromkeys(test for part in order for test in part))
+
+    def _paths(self, mutant: Mutant, tests: set[str]) -> list[str]:
+        """For each line of the mutant's function, the fastest of these tests that executes it."""
+        first, last = function_around(mutant)
+        lines = self._lines[mutant.file]
+        there = [lines[n] & tests for n in range(first, last + 1)]
+        chosen = {min(found, key=lambda t: (self.seconds[t], t)) for found in there if found}
+        return sorted(chosen, key=lambda t: self.seconds[t])
+
+    def _order(self, tests: set[str], seconds: float) -> list[str]:
+        """Quick ones; then one case of every test function, then another one; fastest first.
+
+        As many as fit in the time, at least one.
+        """
+        ranks: dict[str, int] = defaultdict(int)
+        keys = {}
+        for test in sorted(tests, key=lambda t: (self.seconds[t], t)):
+            function, own = test.partition("[")[0], self.seconds[test]
+            keys[test] = (0 if own < QUICK else 1 + ranks[function], own, test)
+            ranks[function] += 1
+        order = sorted(tests, key=lambda t: keys[t])
+        ends = itertools.accumulate(self.seconds[test] for test in order)
+        return order[: max(1, sum(end <= seconds for end in ends))]
+
+
+def function_around(mutant: Mutant) -> tuple[int, int]:
+    """First and last line of the innermost function around a mutant, or of its statement."""
+    found = (mutant.line, mutant.last)
+    for node in ast.walk(ast.parse((ROOT / mutant.file).read_bytes())):  # outer ones come first
+        if isinstance(node, ast.FunctionDef) and node.lineno <= mutant.line <= (
+            node.end_lineno or 0
+        ):
+            found = (node.lineno + 1, node.end_lineno or node.lineno)
+    return found
+
+
+def judge(copy: Copy, mutant: Mutant, traces: Traces, seconds: float) -> Result:
+    """Run a mutant."""
+    tests = traces.tests(mutant, seconds)
+    result = Result(mutant.name, "not covered", 0.0, traces.version, seconds)
+    if not tests:
+        return result
+    started = time.monotonic()
+    # Quick tests of the mirroring folder come before others are imported.
+    near = f"tests/{Path(mutant.file).relative_to(SOURCE).parts[0]}/"
+    quick = {test for test in tests if test.startswith(near) and traces.seconds[test] < QUICK}
+    stages = [[t for t in tests if t in quick], [t for t in tests if t not in quick]]
+    inside = traces.inside(mutant)
+    if inside:  # the child finds them imported
+        for module in dict.fromkeys(test.partition("::")[0] for test in tests):
+            importlib.import_module(module.removesuffix(".py").replace("/", "."))
+    with copy.changed(mutant) as source:
+        limit = 30 + 5 * sum(traces.seconds[test] for test in tests)
+        work = partial(run_tests, stages=stages, mutant=mutant, source=source, inside=inside)
+        code = wait(copy.start(work, limit), 20 * limit)
+        failed = copy.result()
+    late = code in (None, -signal.SIGKILL, -signal.SIGXCPU)
+    outcome = "survived" if code == 0 else "timed out" if late else "caught"
+    by = failed[0] if failed else "" if code == 0 else copy.output()[-300:]
+    taken = round(time.monotonic() - started, 1)
+    return Result(mutant.name, outcome, taken, traces.version, seconds, len(tests), by)
 
 
 def sources() -> list[str]:
     """Files that have mutants."""
-    found = []
-    for name in TESTS:
+    found: list[str] = []
+    for name in MUTATED:
         path = ROOT / SOURCE / name
         files = [path] if path.is_file() else sorted(path.glob("*.py"))
         found += [p.relative_to(ROOT).as_posix() for p in files if p.name != "__init__.py"]
-    return list(dict.fromkeys(found))
+    return found
+
+
+def mutants_of(files: Sequence[str]) -> list[Mutant]:
+    """All mutants of files, or of their lines (``file:line``)."""
+    found = []
+    for asked in files:
+        file, _, line = asked.partition(":")
+        if file not in sources():
+            raise SystemExit(f"no mutants of {file}: choose from {', '.join(sources())}")
+        found += [m for m in Finder(file).find() if not line or m.line <= int(line) <= m.last]
+    return found
 
 
 def report(mutants: list[Mutant], results: dict[str, Result], broken: list[str]) -> str:
@@ -314,80 +602,83 @@ def report(mutants: list[Mutant], results: dict[str, Result], broken: list[str])
     if broken:
         lines += ["Skipped, since they fail without any change:", ""]
         lines += [*(f"- `{test}`" for test in broken), ""]
-    for kind in ("survived", "timed out"):
+    for kind in ("survived", "not covered", "timed out"):
         lines += [f"## {kind.capitalize()}", ""] if by[kind] else []
         for m in by[kind]:
-            lines += [f"`{m.file}:{m.line}` ({m.kind})", "", "```diff", m.diff(), "```", ""]
+            tests = f"{results[m.name].tests} tests, {results[m.name].seconds:.0f} s"
+            lines += [
+                f"`{m.file}:{m.line}` ({m.kind}; {tests})",
+                "",
+                "```diff",
+                m.diff(),
+                "```",
+                "",
+            ]
     return "\n".join(lines)
 
 
-OUTCOMES = ("caught", "survived", "timed out")
+OUTCOMES = ("caught", "survived", "not covered", "timed out")
 
 
 def options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--files", nargs="*", default=None, help="source files; default: all")
+    parser.add_argument("--files", nargs="*", help="source files, or file:line; default: all")
     parser.add_argument("--sample", type=int, default=None, help="how many; default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument(
-        "--limit", type=float, default=600, help="time limit of a test run in seconds"
+        "--seconds",
+        type=float,
+        default=40,
+        help="processor time of the tests of a mutant, as measured without it",
     )
-    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/mutants"), help="folder")
     return parser.parse_args()
-
-
-def _run(free: queue.SimpleQueue[Copy], mutant: Mutant) -> Result:
-    """Run a mutant in a copy that no other one uses."""
-    copy = free.get()
-    try:
-        return copy.run(mutant)
-    finally:
-        free.put(copy)
 
 
 def main() -> None:
     """Run the mutants that have no result yet."""
     asked = options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests in flight end too
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    asked.output = asked.output.resolve()
     asked.output.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
     journal = asked.output / "results.jsonl"
     results: dict[str, Result] = {}
     if journal.exists():
         for line in journal.read_text(encoding="utf-8").splitlines():
             result = Result(**json.loads(line))
             results[result.name] = result
-    mutants = [m for file in asked.files or sources() for m in Finder(file).find()]
+    mutants = mutants_of(asked.files or sources())
     chosen = mutants
     if asked.sample is not None and asked.sample < len(mutants):
         chosen = random.Random(asked.seed).sample(mutants, asked.sample)
     print(f"{len(chosen)} of {len(mutants)} mutants", flush=True)
-    waiting = [m for m in chosen if m.name not in results]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and they are slow
+    for name in IMPORTED:
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as scratch:
-        baselines = Baselines()
-        copies = [Copy(Path(scratch, str(i)), asked.limit, baselines) for i in range(asked.workers)]
-        free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for copy in copies:
-            free.put(copy)
-        with ThreadPoolExecutor(asked.workers) as pool:
-            running = {pool.submit(_run, free, mutant): mutant for mutant in waiting}
-            try:
-                for number, future in enumerate(as_completed(running)):
-                    mutant, result = running[future], future.result()
-                    results[mutant.name] = result
-                    with journal.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(asdict(result)) + "\n")
-                    place = f"{mutant.file}:{mutant.line} {result.seconds} s"
-                    print(f"{number + 1}/{len(waiting)} {result.outcome} {place}", flush=True)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                for copy in copies:
-                    copy.stop()
-                raise
-    text = report(chosen, results, baselines.broken)
+        copy = Copy(Path(scratch))
+        traces = Traces(copy, asked.output / "traces")
+        waiting = [m for m in chosen if not settled(results.get(m.name), traces, asked.seconds)]
+        for number, mutant in enumerate(waiting):
+            result = judge(copy, mutant, traces, asked.seconds)
+            results[mutant.name] = result
+            with journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            place = f"{mutant.file}:{mutant.line} {result.seconds} s, {result.tests} tests"
+            print(f"{number + 1}/{len(waiting)} {result.outcome} {place}", flush=True)
+    text = report(chosen, results, traces.failed)
     (asked.output / "report.md").write_text(text, encoding="utf-8")
     print(f"written to {asked.output / 'report.md'}")
+
+
+def settled(result: Result | None, traces: Traces, seconds: float) -> bool:
+    """Whether a mutant needs no further run: more tests, or more time, catch more, never less."""
+    if result is None or result.outcome in ("caught", "timed out"):
+        return result is not None
+    return result.version == traces.version and result.limit >= seconds
 
 
 if __name__ == "__main__":

@@ -61,3 +61,17 @@ def test_bernoulli_never_becomes_certain(sign: int, logit: float) -> None:
     assert seen[0] == pytest.approx(sign * 0.2)
     assert max(seen, key=abs) == logit
     assert seen[-1] == pytest.approx(logit, abs=0.21)
+
+
+def test_bernoulli_learns_from_two_points_and_not_from_one() -> None:
+    for size, logit in ((1, 0.0), (2, 0.2)):
+        allocator = Bernoulli(p=None)
+        losses = torch.tensor([0.1, 2.0])[:size]
+        allocator.learn(signal(losses, 20), traces(1e-6 * losses**4))
+        assert abs(float(allocator.state_dict()["logit"])) == pytest.approx(logit)
+        other = Bernoulli(p=None)
+        other.load_state_dict(allocator.state_dict())
+        assert other.probability == allocator.probability
+    allocator = Bernoulli(p=None)
+    allocator.learn(signal(torch.rand(5)), traces(torch.zeros(5)))
+    assert allocator.probability == 0.5

@@ -81,3 +81,12 @@ def test_a_floor_may_be_above_what_is_looked_ahead() -> None:
     memory: dict[str, dict[str, Any]] = {"a": {}}
     note_outlook(memory["a"], 1.0, isotropic_cosines(1.0, 1.0, 10), 1.0, 0.1)
     assert best_queries(memory, {"a": FIRST}, {"a": 2}, {"a": 99}) == {"a": 100}
+
+
+def test_each_group_looks_as_far_ahead_as_its_own_outlook() -> None:
+    """Almost free queries: all that an outlook speaks of, and none beyond."""
+    memory: dict[str, dict[str, Any]] = {"near": {}, "far": {}}
+    for name, most in (("near", 10), ("far", 30)):
+        note_outlook(memory[name], 1.0, isotropic_cosines(1.0, 1.0, 10)[: most + 1], 1e-6, 0.1)
+    found = best_queries(memory, dict.fromkeys(memory, FIRST), dict.fromkeys(memory, 1))
+    assert found == {"near": 10, "far": 30}

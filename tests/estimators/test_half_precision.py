@@ -78,3 +78,17 @@ def test_noise_that_is_rounded_away_is_said_once_with_the_scale_to_use() -> None
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "group.*units in the last place")
         fg.estimate(x, y)
+
+
+@pytest.mark.parametrize(("units", "warned"), [(3.9, True), (4.0, False)])
+def test_four_units_in_the_last_place_are_the_least(units: float, warned: bool) -> None:
+    """The warning shows the user's line."""
+    net = model().bfloat16()
+    x, y = torch.randn(4, 48).bfloat16(), torch.randint(0, 10, (4,))
+    sigma = units * torch.finfo(torch.bfloat16).eps
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ForwardGradient(net, classes, [Group(net, LikelihoodRatio(sigma), 4)]).estimate(x, y)
+    found = [w for w in caught if "units in the last place" in str(w.message)]
+    assert bool(found) == warned
+    assert all(w.filename == __file__ for w in found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,8 +66,39 @@ def test_older_steps_count_less_as_the_explained_variance_rises() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"warm": -1}, {"explore": 0.0}, {"explore": 1.5}, {"decay": 1.0}]
+    "options",
+    [
+        {"warm": -1},
+        {"explore": 0.0},
+        {"explore": 1.01},
+        {"decay": 1.0},
+        {"decay": -0.01},
+        {"withhold": 1.0},
+        {"withhold": -0.01},
+    ],
 )
 def test_options_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must lie in"):
         Shaping(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"warm": 0}, {"explore": 1}, {"explore": 1e-9}, {"decay": 0}, {"decay": 0.5, "withhold": 0.9}],
+)
+def test_bounds_are_allowed_and_shown(options: dict[str, float]) -> None:
+    shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    assert repr(Shaping(**options)) == f"Shaping({shown})"
+
+
+def test_defaults_are_what_is_documented() -> None:
+    given = inspect.signature(Shaping).parameters.values()
+    assert {p.name: p.default for p in given} == {
+        "explore": None,
+        "decay": None,
+        "unbiased": False,
+        "mask": "attention_mask",
+        "warm": None,
+        "outputs": True,
+        "withhold": 0.0,
+    }

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 KEEP = 0.8  # decay of running averages per step
-MOST = 64  # queries per point
+MOST = 64  # queries per point that are looked ahead
 LEAST = 8  # fewer would explore too little to keep the directions up to date
 
 
@@ -81,10 +81,11 @@ def best_queries(
     known = {name: memory[name]["outlook"] for name in first if "outlook" in memory[name]}
     lows = {n: max(LEAST, 0 if least is None else least[n]) for n in known}
     found = {n: -(-low // units[n]) * units[n] for n, low in lows.items()}
+    most = {name: len(outlook["cosines"]) - 1 for name, outlook in known.items()}
 
     def progress(name: str, queries: int) -> float:
         outlook = known[name]
-        return float(outlook["weight"] * outlook["cosines"][min(queries, MOST)])
+        return float(outlook["weight"] * outlook["cosines"][min(queries, most[name])])
 
     total = sum(progress(name, n) for name, n in found.items())
     cost = 1.0 + sum(known[name]["local"] + known[name]["cost"] * n for name, n in found.items())
@@ -92,7 +93,7 @@ def best_queries(
         gain, best, more = 0.0, "", 0
         for name, n in found.items():
             price = max(known[name]["cost"], 1e-3)
-            for count in range(units[name], MOST - n + 1, units[name]):  # may have a step
+            for count in range(units[name], most[name] - n + 1, units[name]):  # may have a step
                 each = (progress(name, n + count) - progress(name, n)) / (price * count)
                 if each > gain:
                     gain, best, more = each, name, count

@@ -23,23 +23,16 @@ from flops.allocators.budgets import shared_budgets
 from flops.allocators.equal import Equal
 from flops.allocators.gaussian import Gaussian
 from flops.allocators.progress import best_queries
+from flops.engine.allocation import budget_of, floor_of, least_of
 from flops.engine.auto_groups import default_groups
 from flops.engine.collectives import Collectives, ProcessGroup, fingerprint
 from flops.engine.gradients import Update
+from flops.engine.group_step import GroupStep
 from flops.engine.groups import Group, ResolvedGroup, check_allocators, resolve
 from flops.engine.layout import Layout, Layouts
 from flops.engine.report import StepReport
 from flops.engine.rows import ForwardEquivalents, Ranks
-from flops.engine.step import (
-    GroupStep,
-    Session,
-    budget_of,
-    floor_of,
-    least_of,
-    run_queries,
-    write_gradients,
-    writer_of,
-)
+from flops.engine.step import Session, run_queries, write_gradients, writer_of
 from flops.engine.summary import summary
 from flops.errors import FlopsError
 from flops.estimators.exact import exact_gradients

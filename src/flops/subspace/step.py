@@ -39,7 +39,7 @@ DOUBT = 2.5  # times the least reliability: below, the batch's gradient must be 
 RECENT = 0.8  # decay of the reliability, which rises fast in the first steps
 KEEP = 0.98  # decay of the second moments per step
 SEEING, BLIND = 1, 4  # isotropic steps before the first directions, with and without outputs
-LARGEST = 64  # queries per point that are looked ahead: `flops.allocators.progress.MOST`
+LARGEST = 64  # queries per point that are looked ahead
 FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
 
 

@@ -1,0 +1,195 @@
+"""The mean Jacobian of a step, against dense matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flops.subspace import mean_jacobian
+from flops.subspace.mean_jacobian import MeanJacobian
+from tests.support.shaped_cases import FEATURES, SIZE, Case, case
+
+AGE = 0.8  # weight of a row of the step before
+OWN, RATE = 0.1, 0.2  # share of energy that points do not have in common, and its update
+LEAST, MOST = 1e-3, 1e3  # noise over prior variance
+KINDS = pytest.mark.parametrize("masked", [False, True])
+PREDICTED = pytest.mark.parametrize("predicted", [False, True])
+
+
+def rows(of: Case) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Noise, derivatives and number of points of all rows; and how many of them are isotropic."""
+    zs, ys, counts = [], [], []
+    measured = of.measurements.measured
+    for i, u in enumerate(of.directions):
+        points = torch.nonzero(measured[:, i]).flatten()
+        if len(points):
+            zs.append(u)
+            ys.append((of.jacobians[points] @ u).mean(0))
+            counts.append(len(points))
+    if of.measurements.predicted is not None:
+        for j, u in enumerate(of.measurements.predicted):
+            if u.any():
+                zs.append(u)
+                ys.append(of.jacobians[j] @ u)
+                counts.append(1)
+    fixed = len(zs)
+    for j in sorted(range(SIZE), key=lambda j: int(of.design.iso[j])):
+        for z in of.isotropic(j) * of.mask[j]:
+            zs.append(z)
+            ys.append(of.jacobians[j] @ z)
+            counts.append(1)
+    return torch.stack(zs), torch.stack(ys), torch.tensor(counts).double(), len(zs) - fixed
+
+
+def own_share(of: Case) -> float | None:
+    """Variance of the points' derivatives over their mean square, where several measured one."""
+    spread = whole = 0.0
+    for i, u in enumerate(of.directions):
+        points = torch.nonzero(of.measurements.measured[:, i]).flatten()
+        if len(points) > 1:
+            found = of.jacobians[points] @ u
+            spread += float(found.var(0).sum())
+            whole += float(found.square().mean(0).sum())
+    return min(1.0, max(0.0, spread / whole)) if whole else None
+
+
+def updated(of: Case, before: MeanJacobian) -> Tensor:
+    """M + Lambda Z^T (Z Lambda Z^T + N)^-1 (Y - Z M^T), with half of Lambda flat."""
+    z, y, count, isotropic = rows(of)
+    new = len(z)
+    z, y = torch.cat([z, before.z]), torch.cat([y, before.y])
+    count = torch.cat([count, AGE * before.count])
+    u = of.directions
+    eye = torch.eye(16).double()
+    prior = (u.T * of.known.energy) @ u + of.known.rest * (eye - u.T @ u)
+    prior = (prior + eye / 16) / 2
+    kernel, residual = z @ prior @ z.T, y - z @ before.values.T
+    seen = slice(new - isotropic, new)
+    whole, left = (float(x[seen].square().sum()) for x in (y, residual))
+    share = own_share(of)
+    if share is None:
+        share = before.measured
+    elif before.measured is not None:
+        share = (1 - RATE) * before.measured + RATE * share
+    own = min(OWN * whole, left / 2) if share is None else share * whole
+    ratio = min(MOST, max(LEAST, own / max(left - own, LEAST * whole)))
+    system = kernel + torch.diag(ratio * kernel.diagonal() / count)
+    return before.values + (prior @ z.T @ torch.linalg.solve(system, residual)).T
+
+
+def first(of: Case) -> MeanJacobian:
+    return MeanJacobian.empty("features", FEATURES, of.space)
+
+
+@KINDS
+@PREDICTED
+def test_two_steps_against_dense_matrices(masked: bool, predicted: bool) -> None:
+    """The second from the mean, the rows and the share of the first."""
+    of = case(masked, predicted)
+    assert of.measurements.features is not None
+    before = first(of)
+    assert before.common == pytest.approx(1 - OWN)
+    for _ in range(2):
+        after = before.updated(of.measurements, of.measurements.features)
+        torch.testing.assert_close(after.values, updated(of, before), rtol=1e-7, atol=1e-9)
+        share = own_share(of)
+        assert share is not None
+        assert after.measured == pytest.approx(share)
+        assert after.common == pytest.approx(1 - share)
+        z, y, count, _ = rows(of)
+        torch.testing.assert_close(after.z, torch.cat([z, before.z]))
+        torch.testing.assert_close(after.y, torch.cat([y, before.y]))
+        torch.testing.assert_close(after.count, torch.cat([count, AGE * before.count]))
+        before = after
+
+
+def test_the_share_of_points_is_a_running_average() -> None:
+    of = case()
+    assert of.measurements.features is not None
+    share = own_share(of)
+    assert share is not None
+    old = replace(first(of), measured=0.7)
+    after = old.updated(of.measurements, of.measurements.features)
+    assert after.measured == pytest.approx((1 - RATE) * 0.7 + RATE * share)
+    torch.testing.assert_close(after.values, updated(of, old), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kept", [None, 0.3])
+def test_where_no_direction_is_shared_the_share_is_assumed(kept: float | None) -> None:
+    """All draws are isotropic."""
+    of = case(iso=(7, 5, 6, 8))
+    assert of.measurements.features is not None
+    before = replace(first(of), measured=kept)
+    after = before.updated(of.measurements, of.measurements.features)
+    assert after.measured == kept
+    torch.testing.assert_close(after.values, updated(of, before), rtol=1e-7, atol=1e-9)
+
+
+def test_points_that_agree_have_nothing_of_their_own() -> None:
+    """The noise has a lower bound, and one step finds the Jacobian where it looked."""
+    of = case()
+    assert of.measurements.features is not None
+    common = of.jacobians[:1].expand(SIZE, -1, -1)
+    features = replace(
+        of.measurements.features,
+        c=(common @ of.directions.T).transpose(1, 2) * of.measurements.measured.unsqueeze(2),
+        w=torch.stack(
+            [
+                torch.cat([of.isotropic(j), torch.zeros(8 - len(of.isotropic(j)), 16)])
+                @ common[j].T
+                for j in range(SIZE)
+            ]
+        ),
+    )
+    after = first(of).updated(of.measurements, features)
+    assert after.measured == pytest.approx(0, abs=1e-12)
+    for _ in range(30):
+        after = after.updated(of.measurements, features)
+    torch.testing.assert_close(after.values, common[0], rtol=1e-3, atol=1e-3)
+
+
+def test_old_rows_make_room_and_are_forgotten() -> None:
+    of = case()
+    assert of.measurements.features is not None
+    before = replace(
+        first(of),
+        z=torch.ones(3, 16).double(),
+        y=torch.ones(3, FEATURES).double(),
+        count=torch.tensor([1.0, LEAST / AGE * 1.01, LEAST / AGE * 0.99]).double(),
+    )
+    after = before.updated(of.measurements, of.measurements.features)
+    assert len(after.z) == len(rows(of)[0]) + 2
+    assert after.count[-2:].tolist() == pytest.approx([AGE, LEAST * 1.01])
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "most"),
+    [(10, 1024), (953, 1024), (1000, 1000), (2000, 707), (20_000, 104), (1 << 20, 2), (1 << 22, 2)],
+)
+def test_the_room_for_rows(dimensions: int, most: int) -> None:
+    """1,024 rows, products of 10^9 in all, and 2^21 values."""
+    space = replace(case().space, grids=(replace(case().space.grids[0], channels=dimensions),))
+    space = replace(space, grids=(replace(space.grids[0], positions=1),))
+    assert mean_jacobian._room(space) == most
+
+
+def test_a_state_of_other_features_is_dropped() -> None:
+    of = case()
+    assert of.measurements.features is not None
+    kept = dict(vars(first(of).updated(of.measurements, of.measurements.features)))
+    same = MeanJacobian.from_memory(kept, "features", FEATURES, of.space)
+    assert dict(vars(same)).keys() == kept.keys()
+    assert torch.equal(same.values, kept["values"])
+    assert same.measured == kept["measured"]
+    for other in (
+        MeanJacobian.from_memory(None, "features", FEATURES, of.space),
+        MeanJacobian.from_memory(kept, "others", FEATURES, of.space),
+        MeanJacobian.from_memory(kept, "features", FEATURES + 1, of.space),
+    ):
+        assert not other.values.any()
+        assert other.values.size(1) == 16
+        assert len(other.z) == len(other.y) == len(other.count) == 0
+        assert other.measured is None
