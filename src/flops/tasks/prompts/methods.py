@@ -78,7 +78,9 @@ def stepper(
     if recipe.name == "manual":
         return None
     if recipe.name == "cma-es":
-        return CMAES(start, points, sigma=recipe.step_size, batch=recipe.batch, seed=recipe.seed)
+        return CMAES(
+            start, points=points, sigma=recipe.step_size, batch=recipe.batch, seed=recipe.seed
+        )
     if recipe.name == "bp":
         if local is None:
             raise FlopsError("bp needs the model itself, not a service: pass --model")
@@ -91,7 +93,7 @@ def stepper(
     allocator: Allocator = Gaussian() if learned else Equal()
     return Tuner(
         start,
-        points,
+        points=points,
         estimator=estimator,
         queries=recipe.queries,
         allocator=copy.deepcopy(allocator),
