@@ -42,7 +42,8 @@ class AskTell:
     def __init__(self, objective: Objective | None = None) -> None:
         if objective is not None and not callable(objective) and not _keyed(objective):
             raise FlopsError(f"objective must be a function of (parameters, points): {objective!r}")
-        self.objective, self.asked = objective, 0
+        self.objective: Any = objective
+        self.asked = 0
         self.decide: Decide | None = None
         self.recorded: Callable[[], bool] = lambda: False
         self.overhead: Callable[[], int] = lambda: 0
@@ -143,7 +144,8 @@ class AskTell:
         """Evaluate candidates with the objective."""
         if self.objective is None:
             raise FlopsError("no objective was given: use ask() and tell()")
-        return self.objective(candidates.parameters, candidates.points)
+        found: Tensor = self.objective(candidates.parameters, candidates.points)
+        return found
 
     def restart(self, asked: int = 0) -> None:
         """Drop pending work and start again, with ``asked`` rows evaluated before."""

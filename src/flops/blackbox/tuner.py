@@ -135,7 +135,7 @@ class Tuner(GradientSteps):
             raise FlopsError(f"part and concurrency must be at least 1: {part}, {concurrency}")
         if price is not None and price < 0:
             raise FlopsError(f"price must not be negative, not {price}")
-        self.price = price
+        self.objective, self.price = objective, price
         self.on_failure = None if on_failure == "raise" else on_failure or OnFailure()
         kept: Journal = Unrecorded()
         if journal is not None:
@@ -284,6 +284,7 @@ class Tuner(GradientSteps):
         """Evaluate the rest of the pending round with the objective."""
         assert self._pending is not None
         assert self._opened is not None
+        self.evaluator.objective = self.objective
         try:
             self.evaluator.request(self._opened)
         finally:

@@ -66,6 +66,10 @@ class TuneConfig(CampaignConfig):
             chosen = replace(chosen, url=checked_url(chosen.url))
         if chosen.step_sizes is None:
             chosen = replace(chosen, step_sizes=tuple(sizes))
+        if chosen.timeout is None:
+            chosen = replace(chosen, timeout=60.0)
+        if chosen.concurrency is None:
+            chosen = replace(chosen, concurrency=4)
         if chosen.methods is None:
             some = DEFAULT if chosen.url is None else DEFAULT[:-1]
             chosen = replace(chosen, methods=some)

@@ -65,6 +65,8 @@ class PromptProblem:
     def open(self, stack: ExitStack, number: int) -> PromptWorker:
         """Connect to the service, or start one, and upload the points."""
         config, url = self.config, self.config.url
+        assert config.timeout is not None
+        assert config.concurrency is not None
         if url is None:
             url = stack.enter_context(self._service(number)).url
         key = config.api_key()
@@ -129,7 +131,7 @@ class PromptProblem:
             outputs_of(labels),
             own,
             part,
-            config.concurrency,
+            config.concurrency or 1,
             counts=lambda: {n: worker.client.counts[n] for n in ("requests", "retries")},
             embeds=True,
         )

@@ -39,10 +39,11 @@ class CampaignConfig:
     epochs. It may be raised or lowered when a run goes on."""
     price: float | None = None
     """Price of 1,000 queries, in any currency; adds a column."""
-    timeout: float = 60.0
-    """Seconds to wait for a response before a retry."""
-    concurrency: int = 4
-    """Requests in flight at a time."""
+    timeout: float | None = None
+    """Seconds to wait for a response before a retry; None for 60, and for an objective or a
+    command for no limit."""
+    concurrency: int | None = None
+    """Requests in flight at a time; None for 4, and for a function in this process for 1."""
     part: int = 128
     """Rows per request."""
     workers: int = 1
@@ -68,7 +69,7 @@ class CampaignConfig:
         pairs = [name for name in methods if "spsa" in name]
         if pairs and self.queries is not None and self.queries < 2:
             raise FlopsError(f"--queries must be at least 2 for {pairs[0]}, not {self.queries}")
-        if self.timeout <= 0:
+        if self.timeout is not None and self.timeout <= 0:
             raise FlopsError(f"--timeout must be positive, not {self.timeout}")
         if sizes is not None and (not sizes or min(sizes) <= 0):
             raise FlopsError("--step-sizes must be one or more positive numbers")

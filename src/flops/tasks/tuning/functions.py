@@ -52,8 +52,8 @@ class FunctionOptions:
     test: int = 0
     """Points to test on, numbered after those; 0 for the validation points."""
     executor: str = "threads"
-    """Who evaluates: threads, processes, or the address of a Dask scheduler (tcp://host:8786);
-    --concurrency calls at a time."""
+    """Who evaluates: threads of this process, processes, or the address of a Dask scheduler
+    (tcp://host:8786); --concurrency calls at a time."""
     retries: int = 2
     """Further attempts of a row that fails (an error, no finite loss, --timeout), before it is left
     out."""
@@ -78,9 +78,16 @@ class FunctionConfig(CampaignConfig, FunctionOptions):
         if (config.objective is None) == (config.command is None):
             raise FlopsError("give either --objective or --command, not both")
         epochs = EPOCHS if config.budget is None else UNLIMITED
-        filled = {"methods": ("start", "lr"), "sigma": 0.01, "queries": 20.0, "epochs": epochs}
+        filled: dict[str, Any] = {
+            "methods": ("start", "lr"),
+            "sigma": 0.01,
+            "queries": 20.0,
+            "epochs": epochs,
+        }
+        here = config.objective is not None and config.executor == "threads"
+        filled["concurrency"] = 1 if here else 4
         missing = {n: v for n, v in filled.items() if getattr(config, n) is None}
-        config = replace(config, **missing)  # type: ignore[arg-type]
+        config = replace(config, **missing)
         config.check(FUNCTION_METHODS)
         config.at_least({"points": 1, "validation": 0, "test": 0, "retries": 0, "dimensions": 1})
         if not 0 <= config.max_failures <= 1:
@@ -118,7 +125,7 @@ class FunctionProblem:
 
     def open(self, stack: ExitStack, number: int) -> Executor | None:
         """The executor of a worker."""
-        name, count = self.config.executor, self.config.concurrency
+        name, count = self.config.executor, self.config.concurrency or 1
         if name == "threads":
             return None
         if name == "processes":
@@ -172,7 +179,7 @@ class FunctionProblem:
             settings,
             write,
             part=config.part,
-            concurrency=config.concurrency,
+            concurrency=config.concurrency or 1,
             executor=worker,
             on_failure=OnFailure(config.retries, limit, config.max_failures),
         )

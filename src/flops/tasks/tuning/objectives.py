@@ -94,13 +94,13 @@ class CommandObjective:
 
     Args:
         command: With ``{input}`` for the file.
-        timeout: Seconds before it is killed.
+        timeout: Seconds before it is killed; None for no limit.
         form: Format of the file: "jsonl"; "csv" and "npy" have the point in the first column and
             the parameters in the others.
     """
 
     command: str
-    timeout: float = 60.0
+    timeout: float | None = None
     form: InputFormat = "jsonl"
 
     def __post_init__(self) -> None:

@@ -154,7 +154,8 @@ def plot(problem: Reported, folder: Path, results: Sequence[Result]) -> Path:
             axes.axhline(r[metric], color="grey", linestyle=":", label=r["method"])
     axes.set_xlabel("queries")
     axes.set_ylabel(f"validation {HEADS[problem.metric]}")
-    if problem.metric == "loss" and min(x for line in axes.lines for x in line.get_ydata()) > 0:
+    shown = [y for line in axes.lines for y in line.get_ydata()]
+    if problem.metric == "loss" and 0 < 10 * min(shown) < max(shown):
         axes.set_yscale("log")
     axes.legend(frameon=False)
     path = folder / "validation.png"
