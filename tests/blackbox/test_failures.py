@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flops import SPSA, LikelihoodRatio
-from flops.blackbox import FailureError, OnFailure, Tuner
+from flops import SPSA, LikelihoodRatio, Shaping
+from flops.blackbox import FailureError, OnFailure, Outputs, Tuner
 from flops.blackbox.objective import Candidates, ObjectiveError
 from flops.errors import FlopsError
 from tests.support.tuned_functions import START, A, N, make, quadratic
@@ -274,3 +275,37 @@ def test_an_objective_that_cannot_work_is_explained_at_once() -> None:
 def test_policies_that_make_no_sense_are_refused(options, message) -> None:
     with pytest.raises(FlopsError, match=message):
         OnFailure(**options)
+
+
+def test_outputs_are_learned_from_the_rows_that_arrived() -> None:
+    """Jacobian memory: without noise in the outputs, fewer rows say nothing else."""
+    weights = torch.randn(N, 3, len(START), generator=torch.Generator().manual_seed(0))
+    labels, source = torch.arange(N) % 3, torch.Generator().manual_seed(1)
+
+    def service(parameters: Tensor, points: Tensor) -> Tensor:
+        logits = torch.einsum("qkd,qd->qk", weights[points], parameters)
+        found = F.cross_entropy(logits, labels[points], reduction="none")
+        columns = torch.cat([found.unsqueeze(1), logits], 1)
+        lost = torch.rand(len(found), generator=source) < 0.2
+        columns[lost] = NAN  # also what the loss is computed from
+        return columns
+
+    tuner = Tuner(
+        START,
+        service,
+        points=N,
+        queries=6,
+        estimator=LikelihoodRatio(0.01, shaping=Shaping()),
+        outputs=Outputs(
+            lambda columns: columns[:, 1:],
+            lambda logits, points: F.cross_entropy(logits, labels[points], reduction="none"),
+        ),
+        optimizer=lambda p: Recorded(p, 1.0),
+        on_failure=OnFailure(retries=3, share=0.9),
+    )
+    list(tuner.run(12))
+    at = START.clone().requires_grad_()
+    logits = torch.einsum("qkd,d->qk", weights, at)
+    F.cross_entropy(logits, labels).backward()
+    assert at.grad is not None
+    assert float(F.cosine_similarity(Recorded.seen, at.grad, dim=0)) > 0.95

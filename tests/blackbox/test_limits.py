@@ -183,3 +183,22 @@ def test_a_journal_without_the_later_tables_is_read(tmp_path) -> None:
     list(whole.run(4))
     assert torch.equal(again.parameters, whole.parameters)
     again.close()
+
+
+def test_the_end_of_a_run_of_an_earlier_version_is_paid_for_once(tmp_path, monkeypatch) -> None:
+    """It is recorded among the other rounds."""
+    service, place = Paid(str(tmp_path / "ledger.db")), Tuning._all
+
+    def earlier(self, parameters, points, kind, ending=False):
+        return place(self, parameters, points, kind)
+
+    monkeypatch.setattr(Tuning, "_all", earlier)
+    before, _ = go(tmp_path, service, epochs=2)
+    monkeypatch.undo()
+    rows = service.rows
+    again, _ = go(tmp_path, service, epochs=2)
+    assert service.rows == rows
+    assert again.test_loss == before.test_loss
+    with pytest.raises(JournalError, match=r"was 'test' of 20 rows .* now 'clean' .*version \(0"):
+        go(tmp_path, service, epochs=3)
+    assert service.rows == rows
