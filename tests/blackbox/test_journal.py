@@ -17,7 +17,8 @@ from torch import Tensor
 from flops import LikelihoodRatio
 from flops.blackbox import Candidates, Tuner
 from flops.blackbox.ask_tell import AskTell, Work
-from flops.blackbox.evaluator import BudgetError, Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import BudgetError, Evaluator
 from flops.blackbox.journal import Journal, JournalError, Response
 from flops.blackbox.objective import ObjectiveError
 from flops.blackbox.tuning import SplitIndices, Tuning

@@ -13,7 +13,8 @@ from torch import Tensor
 from flops import SPSA, LikelihoodRatio
 from flops.allocators import Gaussian
 from flops.blackbox import Tuner
-from flops.blackbox.evaluator import BudgetError, Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import BudgetError, Evaluator
 from flops.blackbox.journal import Journal, JournalError
 from flops.blackbox.tuning import SplitIndices, Tuning
 from tests.support.paid import D, N, Paid

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flops.blackbox import Candidates
 from flops.blackbox.ask_tell import AskTell, Work
-from flops.blackbox.evaluator import Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal, JournalError, Request, Response
 from flops.blackbox.tuning import Tuning
 from flops.subspace import step as shaped_step

@@ -12,7 +12,8 @@ from flops import SPSA, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian, Neyman
 from flops.blackbox import Tuner
 from flops.blackbox.cma import CMAES
-from flops.blackbox.evaluator import Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.tuning import SplitIndices, Tuning

@@ -8,17 +8,16 @@ concurrently, by any executor; every response is recorded at once, even when ano
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flops.blackbox.ask_tell import AskTell
+from flops.blackbox.calls import CallsInFlight
 from flops.blackbox.failures import FailureMeter, OnFailure
 from flops.blackbox.journal import Journal, Request, Response, Round
 from flops.blackbox.journal_file import JournalError
@@ -30,13 +29,11 @@ from flops.blackbox.requests import (
     KeyedObjective,
     RequestObjective,
     Threads,
-    evaluate_rows,
     prepare,
 )
-from flops.blackbox.snapshots import SHARE, Snapshots
 from flops.errors import FlopsError
 
-__all__ = ["BudgetError", "Evaluator", "KeyedObjective", "RequestObjective", "drive"]
+__all__ = ["BudgetError", "Evaluator", "KeyedObjective", "RequestObjective"]
 PART = 256  # rows per request
 OUTSIDE = ("validation", "test", "embed")  # kinds of rounds that are not of a step
 ENDINGS = 8  # numbers of rounds at the end of a run, for each round before it
@@ -239,19 +236,21 @@ class Evaluator:
 
     def _requests(self, opened: OpenRound, objective: AnyObjective) -> None:
         key, recorded = f"{self.journal.run}-{opened.number}", opened.recorded
-        calls = deque(opened.calls(key))
-        waiting: dict[Future[Response], tuple[Call, float]] = {}
+        todo, policy = deque(opened.calls(key)), self.on_failure
+        timeout = None if policy is None else policy.timeout
+        alone = self.concurrency == 1 and timeout is None
+        executor = self.executor or (Inline() if alone else Threads())
+        calls = CallsInFlight(objective, opened.candidates, executor, timeout)
         error: BaseException | None = None
         arrived: dict[int, Response] = {}
         kept: list[tuple[Tensor, Response]] = []
         again = 0
-        while (calls and error is None) or waiting or arrived or kept:
+        while (todo and error is None) or len(calls) or arrived or kept:
             ready: list[Call] = []
-            while calls and error is None and len(waiting) + len(ready) < self.concurrency:
-                ready.append(calls.popleft())
+            while todo and error is None and len(calls) + len(ready) < self.concurrency:
+                ready.append(todo.popleft())
             unsent = [c for c in ready if not c.requests]
             fresh = {c.place: _prepared(objective, c, opened) for c in unsent}
-            fresh = {place: some for place, some in fresh.items() if some}
             # Requests and values are on disk before they are sent or used.
             self.journal.write(
                 opened.number,
@@ -267,59 +266,25 @@ class Evaluator:
                 self._note(opened, len(response.columns))
             for rows, response in kept:
                 self._take(opened, rows, response.columns)
-            self.extra += again
             arrived, kept, again = {}, [], 0
             for call in ready:
-                waiting[self._submit(objective, call, opened)] = (call, self._deadline(call))
-            for future in self._finished(waiting):
-                call, _ = waiting.pop(future)
+                calls.submit(call)
+            for call, outcome in calls.finished():
+                before = self.extra
                 try:
-                    more = self._outcome(future, call, opened, arrived, kept, key)
+                    more = self._outcome(outcome, call, opened, arrived, kept, key)
                     again += sum(1 for c in more if c.attempt and not c.pause)
-                    calls.extend(more)
+                    todo.extend(more)
                 except BaseException as failure:
+                    self.extra = before
                     error = error or self._explained(failure, call.place, recorded)
         if error is not None:
+            self.extra -= again  # not evaluated after all
             raise error
-
-    def _submit(self, objective: AnyObjective, call: Call, opened: OpenRound) -> Future[Response]:
-        executor = self.executor
-        if executor is None:
-            limited = self.on_failure is not None and self.on_failure.timeout is not None
-            executor = Threads() if self.concurrency > 1 or limited else Inline()
-        rows = opened.candidates.take(call.rows)
-        try:
-            return executor.submit(
-                evaluate_rows, objective, rows, call.requests, call.stored, call.pause
-            )
-        except Exception as failure:  # a pool that is broken or closed
-            future: Future[Response] = Future()
-            future.set_exception(failure)
-            return future
-
-    def _deadline(self, call: Call) -> float:
-        if self.on_failure is None or self.on_failure.timeout is None:
-            return float("inf")
-        return time.monotonic() + call.pause + self.on_failure.timeout
-
-    def _finished(
-        self, waiting: dict[Future[Response], tuple[Call, float]]
-    ) -> list[Future[Response]]:
-        """Calls that ended or took too long, at least one if there are any."""
-        if not waiting:
-            return []
-        while True:
-            end = min(deadline for _, deadline in waiting.values())
-            left = None if end == float("inf") else max(0.0, end - time.monotonic())
-            done = list(wait(waiting, timeout=left, return_when=FIRST_COMPLETED).done)
-            now = time.monotonic()
-            late = [f for f, (_, end) in waiting.items() if end <= now and not f.done()]
-            if done or late:
-                return done + late
 
     def _outcome(
         self,
-        future: Future[Response],
+        outcome: Response | BaseException,
         call: Call,
         opened: OpenRound,
         arrived: dict[int, Response],
@@ -332,19 +297,12 @@ class Evaluator:
             BaseException: The error of the call, or FailureError.
         """
         policy = self.on_failure
-        failure: BaseException | None
-        if not future.done():
-            future.cancel()
-            assert policy is not None
-            failure = TimeoutError(f"no answer within {policy.timeout:g} s")
-        else:
-            failure = future.exception()
-        if failure is not None:
-            lost = isinstance(failure, JournalError) or not isinstance(failure, Exception)
+        if isinstance(outcome, BaseException):
+            lost = isinstance(outcome, JournalError) or not isinstance(outcome, Exception)
             if policy is None or lost:
-                raise failure
-            return self._retried(call, opened, key, failure, policy)
-        response = future.result()
+                raise outcome
+            return self._retried(call, opened, key, outcome, policy)
+        response = outcome
         if policy is None:
             checked(response.columns, opened.candidates.take(call.rows))
         fine = torch.isfinite(response.columns[:, 0])
@@ -354,16 +312,16 @@ class Evaluator:
         if bool(fine.any()):
             kept.append((call.rows[fine], Response(response.columns[fine], response.cost)))
         more: list[Call] = []
-        room = None if self.budget is None else self.budget - self.spent
         for row, value in zip(
             call.rows[~fine].tolist(), response.columns[~fine, 0].tolist(), strict=True
         ):
             assert policy is not None
             times = call.attempt + 1 if call.place < 0 else 1
             open_rows = len(opened.candidates) - opened.known - len(opened.failed)
-            affordable = room is None or room - len(more) > open_rows
+            affordable = self.budget is None or self.budget - self.spent > open_rows
             if times <= policy.retries and affordable:
                 more.append(opened.single(row, key, times))
+                self.extra += 1
             else:
                 self.fail(opened, row, f"the loss is {value}")
         return more
@@ -418,35 +376,3 @@ def _prepared(objective: AnyObjective, call: Call, opened: OpenRound) -> Sequenc
         return ()
     call.requests = prepare(objective, opened.candidates.take(call.rows), call.key)
     return call.requests
-
-
-def drive(
-    optimizer: AskTell,
-    evaluator: Evaluator,
-    after: Callable[[], None] = lambda: None,
-    share: float = SHARE,
-) -> None:
-    """Ask, evaluate and tell until the optimizer is done, from the last snapshot on.
-
-    Args:
-        optimizer: Proposes candidates. If it has a state, it is saved at its pauses.
-        evaluator: Evaluates them.
-        after: Called after every round.
-        share: Largest fraction of the time spent on snapshots.
-    """
-    snapshots = resume(optimizer, evaluator, share)
-    while not optimizer.done:
-        optimizer.advance(evaluator.evaluate(optimizer.ask()))
-        after()
-        if snapshots is not None and not optimizer.waiting and not optimizer.done:
-            snapshots.offer(evaluator.number)
-
-
-def resume(optimizer: AskTell, evaluator: Evaluator, share: float = SHARE) -> Snapshots | None:
-    """Connect an optimizer to an evaluator, and load its last snapshot."""
-    optimizer.decide, optimizer.recorded = evaluator.decide, evaluator.recorded
-    optimizer.overhead = lambda: evaluator.extra
-    snapshots = Snapshots.of(optimizer, evaluator.journal, share)
-    if snapshots is not None and (number := snapshots.restore()) is not None:
-        evaluator.start(number, optimizer.asked)
-    return snapshots

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flops.allocators.base import Allocator
-from flops.blackbox.evaluator import PART, BudgetError, Evaluator, resume
+from flops.blackbox.drive import resume
+from flops.blackbox.evaluator import PART, BudgetError, Evaluator
 from flops.blackbox.failures import OnFailure
 from flops.blackbox.gradient_steps import GradientSteps, OptimizerFactory
 from flops.blackbox.journal import Journal

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from flops.allocators.base import Learner
-from flops.blackbox.evaluator import Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal
 from flops.blackbox.tuner import Tuner
 from flops.blackbox.tuning import Tuning, TuningProgress
