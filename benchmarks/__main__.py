@@ -35,6 +35,8 @@ PARTS = {
     "allocator": "share of an allocator in the time of a step",
     "shaping": "time that shaped noise adds to a step",
     "prompts": "gradients of prompts, and their estimates",
+    "rates": "the step size that a `Tuner` finds itself, against a sweep at equal rows",
+    "restart": "seconds to go on with a `Tuner`'s run of 50,000 rows",
     "service": "throughput of `flops serve` under load over that of the model",
     "align": "alignment of the embedded models: loss, accuracy and time by method",
     "align_gradient": "cosine of the adapter's gradient with independent and orthogonal noise",

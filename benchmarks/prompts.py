@@ -98,8 +98,8 @@ def estimates(local: LocalObjective, train: Tensor, name: str, queries: int) -> 
     asked = replace(local, shown=remembers)
     tuner = Tuner(
         start,
-        len(train),
         lambda z, points: asked.evaluate(Candidates(z, points), "").columns,
+        points=len(train),
         estimator=LikelihoodRatio(SIGMA, shaping=shaping),
         queries=queries,
         allocator=Gaussian() if name == "allocated" else Equal(),

@@ -43,7 +43,13 @@ start = torch.tensor([1.0, 1.5, 0.0, -1.0])  # warm, also at night, and from fiv
 settings = {"steps": STEPS, "start": start.tolist(), "estimator": "SPSA 0.3", "seed": 0}
 evaluator = Evaluator(House(), Journal(FILE, settings), part=64, concurrency=4)
 tuner = Tuner(
-    start, DAYS, estimator=SPSA(0.3), queries=8, allocator=Neyman(), batch=6, learning_rate=0.1
+    start,
+    points=DAYS,
+    estimator=SPSA(0.3),
+    queries=8,
+    allocator=Neyman(),
+    batch=6,
+    learning_rate=0.1,
 )
 tuner.decide = evaluator.decide  # counts are decided once, and recorded
 

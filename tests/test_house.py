@@ -33,7 +33,7 @@ from flops import (
     Shaping,
 )
 from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman, Signal, Traces
-from flops.blackbox import Candidates, Outputs, Tuner
+from flops.blackbox import Candidates, OnFailure, Outputs, Tuner
 
 SOURCE, TESTS = Path(flops.__file__).parent, Path(__file__).parent
 MODULES = sorted(TESTS.rglob("*.py"))
@@ -135,13 +135,14 @@ EXAMPLES: dict[str, list[Any]] = {
     "Group": [Group(deep(), LikelihoodRatio(), 20), Group("layers.*", SPSA(), 4, name="layers")],
     "ForwardGradient": [ForwardGradient(deep(), loss)],
     "Candidates": [Candidates(torch.ones(1000, 50), MANY)],
+    "OnFailure": [OnFailure(), OnFailure(3, 60.0, 0.2)],
     "Outputs": [OUTPUTS],
     "Tuner": [
-        Tuner(torch.zeros(1000), 1000, objective),
+        Tuner(torch.zeros(1000), objective, points=1000),
         Tuner(
             torch.zeros(1000),
-            1000,
             objective,
+            points=1000,
             estimator=LikelihoodRatio(shaping=Shaping()),
             outputs=OUTPUTS,
             allocator=Fixed(MANY),

@@ -20,7 +20,7 @@ def test_evolution_improves_is_reproducible_and_disturbs_nobody() -> None:
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
 
     def run(seed: int) -> CMAES:
-        search = CMAES(START, N, quadratic, sigma=0.3, batch=3, population=8, seed=seed)
+        search = CMAES(START, quadratic, points=N, sigma=0.3, batch=3, population=8, seed=seed)
         assert search.step_cost() == 24
         while search.steps < 60:
             search.tell(search.evaluate(search.ask()))
@@ -41,9 +41,9 @@ def test_evolution_improves_is_reproducible_and_disturbs_nobody() -> None:
     assert after - least < 0.4 * (before - least)
     np.random.seed(1)
     assert random.getstate() == states[0]
-    search = CMAES(START, N, quadratic, population=4)
+    search = CMAES(START, quadratic, points=N, population=4)
     search.tell(search.evaluate(search.ask()))
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
     with pytest.raises(FlopsError, match="sigma must be positive"):
-        CMAES(START, N, sigma=0)
+        CMAES(START, points=N, sigma=0)

@@ -58,7 +58,7 @@ def make(seed: int = 0, unbiased: bool = False, rate: float = 0.0, **options) ->
         "outputs": OUTPUTS,
         "seed": seed,
     }
-    return Tuner(START, N, answers, **(given | options))
+    return Tuner(START, answers, points=N, **(given | options))
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_what_is_remembered_takes_the_noise_away() -> None:
     errors = errors_of(tuner, 12)
     plain = Tuner(
         START,
-        N,
         answers,
+        points=N,
         estimator=LikelihoodRatio(1e-4),
         queries=8,
         batch=N,
@@ -289,8 +289,8 @@ def test_the_mean_is_right_with_jacobians_that_turn_and_fill_the_space() -> None
     for seed in range(400):
         tuner = Tuner(
             START,
-            N,
             curved,
+            points=N,
             estimator=LikelihoodRatio(1e-3, shaping=Shaping(unbiased=True)),
             queries=6,
             optimizer=Recorded,
@@ -334,8 +334,8 @@ def test_the_reported_error_is_the_real_one() -> None:
 def test_a_loss_that_is_flat_is_no_error() -> None:
     flat = Tuner(
         START,
-        N,
-        lambda parameters, points: torch.cat(
+        points=N,
+        objective=lambda parameters, points: torch.cat(
             [torch.ones(len(points), 1), torch.zeros(len(points), K)], 1
         ),
         estimator=LikelihoodRatio(0.1, shaping=Shaping()),

@@ -17,7 +17,8 @@ from torch import Tensor
 from flops import LikelihoodRatio
 from flops.blackbox import Candidates, Tuner
 from flops.blackbox.ask_tell import AskTell, Work
-from flops.blackbox.evaluator import BudgetError, Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import BudgetError, Evaluator
 from flops.blackbox.journal import Journal, JournalError, Response
 from flops.blackbox.objective import ObjectiveError
 from flops.blackbox.tuning import SplitIndices, Tuning
@@ -66,11 +67,11 @@ def test_runs_have_names_of_their_own(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 4}, "seed 3 is now 4"),
-        ({"method": "spsa"}, "method 'lr' is now 'spsa'"),
-        ({"sizes": (4, 6)}, r"sizes \[4, 5\] is now \[4, 6\]"),
-        ({"budget": 100}, "budget None is now 100"),
-        ({"new": 1}, "new None is now 1"),
+        ({"seed": 4}, "seed was 3, is 4"),
+        ({"method": "spsa"}, "method was 'lr', is 'spsa'"),
+        ({"sizes": (4, 6)}, r"sizes was \[4, 5\], is \[4, 6\]"),
+        ({"budget": 100}, "budget was None, is 100"),
+        ({"new": 1}, "new was not set, is 1"),
     ],
 )
 def test_other_settings_are_refused(change, message, tmp_path) -> None:
@@ -267,7 +268,7 @@ def tuning(epochs: int = 4, budget: int | None = None, patience: int = 0) -> Tun
     """Six points to train on; the same ones to validate and test."""
     estimator = LikelihoodRatio(0.1)
     tuner = Tuner(
-        torch.ones(3), 6, estimator=estimator, queries=4, batch=3, learning_rate=0.1, seed=2
+        torch.ones(3), points=6, estimator=estimator, queries=4, batch=3, learning_rate=0.1, seed=2
     )
     points = torch.arange(6)
     split = SplitIndices(points, points, points)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flops.blackbox import Candidates
 from flops.blackbox.ask_tell import AskTell, Work
-from flops.blackbox.evaluator import Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal, JournalError, Request, Response
 from flops.blackbox.tuning import Tuning
 from flops.subspace import step as shaped_step
@@ -36,10 +37,9 @@ def parted(kind: str, path: Path, nudge: bool) -> tuple[Tuning, Service, int]:
     service, starts, source = Service(), 0, random.Random(1)
     original = Candidates.__init__
 
-    def nudged(self: Candidates, parameters: Tensor, points: Tensor, kind: str = "query") -> None:
-        object.__setattr__(self, "parameters", parameters * (1 + starts * 2e-7))
-        object.__setattr__(self, "points", points)
-        object.__setattr__(self, "kind", kind)
+    def nudged(self: Candidates, parameters: Tensor, *others: Any, **more: Any) -> None:
+        made = more.get("round", -1) < 0  # by the tuner, and not a part or a copy
+        original(self, parameters * (1 + starts * 2e-7 * made), *others, **more)
 
     while True:
         service.breaks, starts = source.randint(0, 12), starts + 1

@@ -90,7 +90,7 @@ def test_ask_and_tell_is_run(kind, allocator) -> None:
 
 
 def test_a_question_stays_the_same_until_it_is_told() -> None:
-    tuner = make()
+    tuner = make(on_failure="raise")
     candidates = tuner.ask()
     assert tuner.ask() is candidates
     mark = candidates.digest()
@@ -125,7 +125,7 @@ def test_an_objective_that_fails_can_be_asked_again() -> None:
             raise ConnectionError("gone")
         return quadratic(parameters, points)
 
-    tuner, steady = make(flaky), make()
+    tuner, steady = make(flaky, on_failure="raise"), make()
     while tuner.steps < 4:
         try:
             tuner.step()
@@ -166,7 +166,7 @@ def test_the_error_rate_itself_can_be_minimised() -> None:
     assert rate(start) > 0.6
     for estimator in (LikelihoodRatio(0.5), SPSA(0.5)):
         tuner = Tuner(
-            start, 60, errors, estimator=estimator, queries=8, batch=30, learning_rate=0.1
+            start, errors, points=60, estimator=estimator, queries=8, batch=30, learning_rate=0.1
         )
         list(tuner.run(50))
         assert rate(tuner.parameters) < 0.15
@@ -192,7 +192,7 @@ def test_a_value_of_a_whole_data_set_can_be_minimised() -> None:
     start = torch.tensor([-0.5, 0.5, 0.5, -0.5])
     before = float(one_minus_f1(start.unsqueeze(0), torch.zeros(1)))
     tuner = Tuner(
-        start, 1, one_minus_f1, estimator=LikelihoodRatio(0.3), queries=40, learning_rate=0.1
+        start, one_minus_f1, estimator=LikelihoodRatio(0.3), queries=40, learning_rate=0.1
     )
     list(tuner.run(50))
     after = float(one_minus_f1(tuner.parameters.unsqueeze(0), torch.zeros(1)))
@@ -208,7 +208,11 @@ def test_a_value_of_a_whole_data_set_can_be_minimised() -> None:
         ({"start": torch.zeros(3, dtype=torch.long)}, "vector of floats"),
         ({"points": 0}, "at least one point"),
         ({"batch": 0}, "batch of one"),
-        ({"objective": 7}, "function of"),
+        ({"objective": 7}, "function of .* not 7; the number of points is the keyword"),
+        ({"learning_rate": -1.0}, "learning_rate must be positive"),
+        ({"on_failure": "ignore"}, 'OnFailure or "raise", not'),
+        ({"part": 0}, "part and concurrency must be at least 1"),
+        ({"price": -1.0}, "price must not be negative"),
         ({"parts": {"text": (2, 2), "image": (1, 1)}}, "do not add up to 6"),
         ({"embeddings": torch.zeros(2, 2)}, "each of the 5 points"),
         ({"queries": 0.5}, "at least 1 queries per point, not 0.5"),
@@ -221,7 +225,7 @@ def test_a_value_of_a_whole_data_set_can_be_minimised() -> None:
 def test_arguments_that_do_not_fit_are_explained(arguments, message) -> None:
     given = {"start": START, "points": N, "objective": linear, "queries": 6} | arguments
     with pytest.raises(FlopsError, match=message):
-        Tuner(given.pop("start"), given.pop("points"), given.pop("objective"), **given)
+        Tuner(given.pop("start"), given.pop("objective"), **given)
 
 
 def test_what_cannot_be_done_now_is_explained() -> None:
@@ -230,7 +234,7 @@ def test_what_cannot_be_done_now_is_explained() -> None:
         tuner.tell(torch.zeros(N))
     with pytest.raises(FlopsError, match=r"use ask\(\) and tell\(\)"):
         tuner.step()
-    lost = Tuner(START, N, quadratic, allocator=Fixed([1, 2]), queries=6)
+    lost = Tuner(START, quadratic, points=N, allocator=Fixed([1, 2]), queries=6)
     with pytest.raises(QueryError, match="2 counts were given for 5 points"):
         lost.step()
 
@@ -239,8 +243,8 @@ def test_parts_are_learned_apart_and_the_start_is_not_changed() -> None:
     start = START.clone()
     tuner = Tuner(
         start,
-        N,
         quadratic,
+        points=N,
         estimator=KINDS["shaped-lr"],
         queries=6,
         parts={"text": (2, 2), "image": (1, 2)},

@@ -26,8 +26,8 @@ def first(objective: Objective, estimator, queries: float, seed: int = 0, **opti
     """Gradient of the first step."""
     tuner = Tuner(
         START,
-        N,
         objective,
+        points=N,
         estimator=estimator,
         queries=queries,
         optimizer=Recorded,
@@ -87,7 +87,6 @@ def test_the_mean_is_that_of_the_smoothed_loss_where_there_is_no_gradient() -> N
     def one(seed: int) -> Tensor:
         tuner = Tuner(
             torch.tensor([0.2, 3.0]),
-            1,
             step,
             estimator=LikelihoodRatio(0.5),
             queries=500,
@@ -123,7 +122,7 @@ def test_likelihood_ratio_is_that_of_the_engine_on_an_identity_target() -> None:
         group = Group(model.theta, estimator, queries=D)
         engine = ForwardGradient(model, losses, [group], seed=3)
         tuner = Tuner(
-            START, N, quadratic, estimator=estimator, queries=D, optimizer=Recorded, seed=3
+            START, quadratic, points=N, estimator=estimator, queries=D, optimizer=Recorded, seed=3
         )
         order = tuner.ask().points
         model.zero_grad()

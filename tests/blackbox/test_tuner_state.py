@@ -56,7 +56,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
         tuner.state_dict()
     tuner.step()
     state = tuner.state_dict()
-    other = Tuner(torch.zeros(D + 1), N, None)
+    other = Tuner(torch.zeros(D + 1), points=N)
     with pytest.raises(FlopsError, match="another number"):
         other.load_state_dict(state)
     with pytest.raises(FlopsError, match="another version"):
@@ -82,7 +82,7 @@ def test_seeds_differ_and_global_random_state_is_left_alone() -> None:
 def test_an_allocator_given_to_two_tuners_is_not_shared() -> None:
     shared, found = Gaussian(), []
     for _ in range(2):
-        tuner = Tuner(START, N, quadratic, allocator=shared, queries=6, embeddings=A)
+        tuner = Tuner(START, quadratic, points=N, allocator=shared, queries=6, embeddings=A)
         list(tuner.run(3))
         found.append(tuner.parameters)
     assert torch.equal(*found)

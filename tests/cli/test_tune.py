@@ -117,7 +117,7 @@ def test_a_result_that_cannot_be_read_is_made_again(garbled, server, finished, c
 def test_other_settings_in_the_same_folder_are_refused(server, finished) -> None:
     before = charged(server.ledger)
     said = refused(finished, "--url", server.url, "--sigma", "0.5", epochs=1)
-    assert "sigma 0.01 is now 0.5" in said
+    assert "sigma was 0.01, is 0.5" in said
     assert "another folder" in said
     assert charged(server.ledger) == before
 

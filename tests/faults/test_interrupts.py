@@ -175,8 +175,8 @@ def test_a_tuner_is_told_as_a_whole() -> None:
     def made(kind: type[torch.optim.SGD]) -> Tuner:
         return Tuner(
             torch.zeros(3),
-            8,
             lambda parameters, points: (parameters - points.unsqueeze(1)).square().sum(1),
+            points=8,
             queries=4,
             batch=4,
             optimizer=lambda p: kind(p, 1e-2),

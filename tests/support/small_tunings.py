@@ -12,7 +12,8 @@ from flops import SPSA, LikelihoodRatio, Shaping
 from flops.allocators import Gaussian, Neyman
 from flops.blackbox import Tuner
 from flops.blackbox.cma import CMAES
-from flops.blackbox.evaluator import Evaluator, drive
+from flops.blackbox.drive import drive
+from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.tuning import SplitIndices, Tuning
@@ -41,9 +42,9 @@ def make(kind: str, epochs: int = 6) -> Tuning:
     start, points = torch.zeros(D), torch.arange(N)
     steps: Any
     if kind == "cma-es":
-        steps = CMAES(start, N, sigma=0.3, batch=4, population=5)
+        steps = CMAES(start, points=N, sigma=0.3, batch=4, population=5)
     else:
-        steps = Tuner(start, N, queries=6, batch=4, learning_rate=0.1, **ESTIMATORS[kind])
+        steps = Tuner(start, points=N, queries=6, batch=4, learning_rate=0.1, **ESTIMATORS[kind])
     embeds = kind in ("spsa, learning", "outputs")
 
     def embed(found: Tensor) -> None:

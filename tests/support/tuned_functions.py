@@ -46,8 +46,8 @@ def make(objective: Objective | None = quadratic, kind="lr", allocator="equal", 
     settings = {"queries": 6.0, "learning_rate": 0.05, "embeddings": A} | options
     return Tuner(
         START,
-        N,
         objective,
+        points=N,
         estimator=KINDS[kind] if isinstance(kind, str) else kind,
         allocator=ALLOCATORS[allocator],
         **settings,

@@ -8,6 +8,7 @@ is diagonal: a full one costs d^2 memory and d^3 time.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ class CMAES(AskTell):
 
     Args:
         start: Mean of the first population, shape (d,).
-        points: Number of points.
         objective: As for `Tuner`.
+        points: Number of points.
         sigma: Initial standard deviation of the search distribution.
         batch: Points per generation.
         population: Vectors per generation; None is 4 + 3 log d, the package's default.
@@ -40,9 +41,9 @@ class CMAES(AskTell):
     def __init__(
         self,
         start: Tensor,
-        points: int,
         objective: Objective | None = None,
         *,
+        points: int = 1,
         sigma: float = 0.3,
         batch: int = 64,
         population: int | None = None,
@@ -105,8 +106,12 @@ class CMAES(AskTell):
         values = []
         for vector in vectors:
             columns = yield Candidates(vector.expand(len(points), -1), points)
-            values.append(float(columns[:, 0].double().mean()))
-        self._tell(own, vectors, values)
+            losses = columns[:, 0].double()
+            values.append(float(losses[~torch.isnan(losses)].mean()))  # of points that arrived
+        worst = max((value for value in values if value == value), default=math.nan)
+        if worst != worst:
+            raise FlopsError("every row of a generation failed: there is nothing to step from")
+        self._tell(own, vectors, [value if value == value else worst for value in values])
 
     def _tell(self, own: list[Any], vectors: Tensor, values: list[float]) -> None:
         """End a generation with the evaluated vectors, even if this process sampled others."""

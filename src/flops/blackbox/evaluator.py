@@ -3,58 +3,44 @@
 Candidates are split into parts, each requested under its own idempotency key: a service that has
 seen the key returns the same values again, free of charge. A request is in the journal, byte for
 byte, before it is sent, so that a retry on any machine sends the same bytes. Parts are requested
-concurrently; every response is recorded at once, even when another part fails.
+concurrently, by any executor; every response is recorded at once, even when another part fails.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
-from flops.blackbox.ask_tell import AskTell
-from flops.blackbox.journal import Journal, Request, Response, Round, Signature
+from flops.blackbox.calls import CallsInFlight
+from flops.blackbox.failures import FailureMeter, OnFailure
+from flops.blackbox.journal import Journal, Request, Response, Round
 from flops.blackbox.journal_file import JournalError
-from flops.blackbox.objective import Candidates, Objective, checked
-from flops.blackbox.snapshots import SHARE, Snapshots
+from flops.blackbox.objective import Candidates, checked
+from flops.blackbox.open_round import Call, OpenRound, mismatch
+from flops.blackbox.requests import (
+    AnyObjective,
+    Inline,
+    KeyedObjective,
+    RequestObjective,
+    Threads,
+    prepare,
+)
 from flops.errors import FlopsError
 
+__all__ = ["BudgetError", "Evaluator", "KeyedObjective", "RequestObjective"]
 PART = 256  # rows per request
+OUTSIDE = ("validation", "test", "embed")  # kinds of rounds that are not of a step
+ENDINGS = 8  # numbers of rounds at the end of a run, for each round before it
 
 
 class BudgetError(FlopsError):
     """The budget does not cover the next rows."""
-
-
-@runtime_checkable
-class KeyedObjective(Protocol):
-    """An objective that takes an idempotency key with each request and reports its cost."""
-
-    def evaluate(self, candidates: Candidates, key: str) -> Response:
-        """Evaluate under a key; a repeat under the same key must be free."""
-        ...
-
-
-@runtime_checkable
-class RequestObjective(Protocol):
-    """An objective that sends bytes: requests are serialized once and may be sent again."""
-
-    def prepare(self, candidates: Candidates, key: str) -> Sequence[Request]:
-        """Serialize requests, each under a key that starts with this one."""
-        ...
-
-    def send(self, candidates: Candidates, requests: Sequence[Request]) -> Response:
-        """Send serialized requests.
-
-        The parameters of the candidates may differ by rounding from those in the requests.
-        """
-        ...
 
 
 @dataclass
@@ -62,47 +48,142 @@ class Evaluator:
     """Evaluates candidates in order; each row is paid for once.
 
     Args:
-        objective: Evaluates them.
+        objective: Evaluates them; None if only `open` and `keep` are used.
         journal: Where requests and values are recorded.
-        budget: Largest number of rows of the run; None for no limit.
+        budget: Largest number of rows of the run; None for no limit. It may change at any time.
         part: Rows per request. Fixed for a run: other parts would be other requests.
         concurrency: Requests in flight at a time.
         notify: Called with the number of rows after each response.
+        executor: Runs the requests; None for this thread, or for own threads with a concurrency
+            above 1.
+        on_failure: What to do about rows that fail; None raises their errors.
 
     Attributes:
         number: Ask/tell rounds completed so far.
         rows: Rows evaluated so far, from the journal or not.
+        extra: Rows paid for beyond those: evaluated again, or at an end that the run went on from.
     """
 
-    objective: Objective | KeyedObjective | RequestObjective
+    objective: AnyObjective | None
     journal: Journal
     budget: int | None = None
     part: int = PART
     concurrency: int = 1
     notify: Callable[[int], None] | None = None
+    executor: Executor | None = None
+    on_failure: OnFailure | None = None
     number: int = field(default=0, init=False)
     rows: int = field(default=0, init=False)
+    extra: int = field(default=0, init=False)
+    _ends: int = field(default=0, init=False)
     _recorded: Round | None = field(default=None, init=False)
     _decisions: list[tuple[str, Any]] = field(default_factory=list, init=False)
 
+    def __post_init__(self) -> None:
+        """Read what was paid for."""
+        self.extra = self.journal.paid().get("extra", 0)
+        self._meter = FailureMeter(1.0 if self.on_failure is None else self.on_failure.share)
+
+    @property
+    def spent(self) -> int:
+        """Rows paid for so far."""
+        return self.rows + self.extra
+
     def evaluate(self, candidates: Candidates) -> Tensor:
-        """Evaluate candidates: columns of all rows, shape (Q, k).
+        """Evaluate candidates: columns of all rows, shape (Q, k); NaN for a row that failed.
 
         Raises:
             BudgetError: If the budget does not cover the candidates; nothing is sent.
+            FailureError: If too many rows failed.
             JournalError: If the journal has other points or another kind in this round.
         """
-        if self.budget is not None and self.rows + len(candidates) > self.budget:
-            raise BudgetError(
-                f"the budget of {self.budget:,} queries does not cover {len(candidates):,} more "
-                f"after {self.rows:,}"
-            )
         before = self.rows
         try:
-            return self._evaluate(candidates)
+            opened = self.open(candidates)
+            self.request(opened)
+            return self.close(opened)
         except BaseException:  # a retry starts from here
             self.rows, self._recorded = before, None
             raise
+
+    def open(self, candidates: Candidates) -> OpenRound:
+        """Begin a round with what the journal has of it.
+
+        Raises:
+            BudgetError: If the budget does not cover the rest.
+            JournalError: If it has other points or another kind in this round.
+        """
+        number, recorded = self.number, self._here()
+        if candidates.ending:
+            number = -(ENDINGS * self.number + 1 + self._ends)
+            recorded = self.journal.read(number)
+            early = self.journal.read(self.number + self._ends)
+            if recorded.signature is None and early.signature is not None:
+                opened = OpenRound(self.number + self._ends, candidates, self.part, early)
+                if early.signature == opened.signature:  # journals had it there before
+                    number, recorded = opened.number, early
+                    self.extra += opened.known
+        opened = OpenRound(number, candidates, self.part, recorded)
+        wrong = mismatch(opened, self._mismatch)
+        if wrong is not None:
+            raise wrong
+        missing = len(opened.missing())
+        if self.budget is not None and missing and self.spent + missing > self.budget:
+            raise BudgetError(
+                f"the budget of {self.budget:,} queries does not cover {missing:,} more after "
+                f"{self.spent:,}; give a budget of at least {self.spent + missing:,}"
+            )
+        self._note(opened, opened.known, paid=False)
+        return opened
+
+    def keep(self, opened: OpenRound, rows: Tensor, columns: Tensor) -> None:
+        """Record values of some rows, which came in their own time."""
+        self.journal.write(opened.number, **self._first(opened), kept=[(rows, Response(columns))])
+        self._take(opened, rows, columns)
+
+    def begin(self, opened: OpenRound) -> None:
+        """Record structure and decisions of a round, before its rows are handed out."""
+        self.journal.write(opened.number, **self._first(opened))
+
+    def close(self, opened: OpenRound) -> Tensor:
+        """End a round: columns of all rows."""
+        responses, counted, lost = opened.rest()
+        if responses:
+            self.journal.write(
+                opened.number,
+                **self._first(opened),
+                responses=responses,
+                repaired=opened.recorded.paid,
+                counted=counted,
+                failures=lost,
+            )
+            self.journal.forget_kept(opened.number)
+            opened.found |= responses
+        self._meter.close(len(opened.candidates), len(lost))
+        if opened.candidates.ending:
+            self._ends += 1
+        else:
+            self.number, self._ends = self.number + 1, 0
+            self._recorded, self._decisions = None, []
+        return opened.columns()
+
+    def fail(self, opened: OpenRound, row: int, why: str) -> None:
+        """Leave a row out.
+
+        Raises:
+            FailureError: If too many of the latest rows failed.
+        """
+        opened.failed[row] = why
+        self._note(opened, 1)
+        tried = opened.known + len(opened.failed)
+        needed = opened.candidates.kind != "query"  # a step can do without some queries
+        needed = needed and len(opened.failed) == len(opened.candidates)
+        self._meter.check(tried, len(opened.failed), why, needed)
+
+    def recorded(self) -> bool:
+        """Whether the journal has the next round of a step, so that it costs nothing."""
+        signature = self._here().signature
+        return signature is not None and signature.kind not in OUTSIDE
 
     def decide(self, name: str, value: Any) -> Any:
         """The recorded decision, if there is one here; else this one, recorded with the round."""
@@ -116,7 +197,7 @@ class Evaluator:
 
     def start(self, number: int, rows: int) -> None:
         """Continue from a snapshot, after this many rounds and rows."""
-        self.number, self.rows = number, rows
+        self.number, self.rows, self._ends = number, rows, 0
         self._recorded, self._decisions = None, []
         if self.notify is not None and rows:
             self.notify(rows)
@@ -127,112 +208,135 @@ class Evaluator:
             self._recorded = self.journal.read(self.number)
         return self._recorded
 
-    def _evaluate(self, candidates: Candidates) -> Tensor:
-        starts = range(0, len(candidates), self.part)
-        parts = [candidates.part(i, min(i + self.part, len(candidates))) for i in starts]
-        signature, recorded = (
-            Signature(candidates.kind, tuple(candidates.points.tolist())),
-            self._here(),
-        )
-        if recorded.signature is not None and recorded.signature != signature:
-            where = (
-                ""
-                if len(signature.points) != len(recorded.signature.points)
-                else " (of other points)"
-            )
-            raise self._mismatch(str(recorded.signature), f"{signature}{where}")
-        most = max([0, *recorded.responses, *recorded.requests, *recorded.damaged])
-        if most >= len(parts):
-            raise self._mismatch(f"of {most + 1} parts or more", f"of {len(parts)}")
-        found = dict(recorded.responses)
-        for place, response in found.items():
-            if len(response.columns) != len(parts[place]):
-                raise self._mismatch(
-                    f"evaluated with {len(response.columns)} rows in part {place}",
-                    f"of {len(parts[place])} there",
-                )
-            self._note(len(parts[place]))
-        self._missing(parts, signature, recorded, found)
-        self.number, self._recorded, self._decisions = self.number + 1, None, []
-        return torch.cat([found[place].columns for place in range(len(parts))])
+    def _first(self, opened: OpenRound) -> dict[str, Any]:
+        """Structure and decisions, unless they are recorded; once."""
+        if opened.recorded.signature is not None:
+            return {}
+        opened.recorded = replace(opened.recorded, signature=opened.signature)
+        return {"signature": opened.signature, "decisions": self._decisions}
 
-    def _missing(
-        self,
-        parts: list[Candidates],
-        signature: Signature,
-        recorded: Round,
-        found: dict[int, Response],
-    ) -> None:
-        """Request the parts that the journal does not have."""
-        waiting: dict[Future[Response], int] = {}
-        todo = [place for place in range(len(parts)) if place not in found]
+    def _take(self, opened: OpenRound, rows: Tensor, columns: Tensor) -> None:
+        opened.kept |= dict(zip(rows.tolist(), columns, strict=True))
+        self._note(opened, len(rows))
+
+    def request(self, opened: OpenRound) -> None:
+        """Evaluate all missing rows of a round with the objective.
+
+        Raises:
+            FailureError: If too many rows failed; those that did may be requested again.
+        """
+        if self.objective is None:
+            raise FlopsError("no objective was given: use ask() and tell()")
+        try:
+            self._requests(opened, self.objective)
+        except BaseException:
+            self._note(opened, -len(opened.failed))
+            opened.failed.clear()
+            raise
+
+    def _requests(self, opened: OpenRound, objective: AnyObjective) -> None:
+        key, recorded = f"{self.journal.run}-{opened.number}", opened.recorded
+        todo, policy = deque(opened.calls(key)), self.on_failure
+        timeout = None if policy is None else policy.timeout
+        alone = self.concurrency == 1 and timeout is None
+        executor = self.executor or (Inline() if alone else Threads())
+        calls = CallsInFlight(objective, opened.candidates, executor, timeout)
         error: BaseException | None = None
-        if not todo:
-            return
-        first: dict[str, Any] = {}
-        if recorded.signature is None:
-            first = {"signature": signature, "decisions": self._decisions}
         arrived: dict[int, Response] = {}
-        # Objectives may compute in these threads: each gets the torch threads of this one.
-        with ThreadPoolExecutor(
-            min(self.concurrency, len(todo)),
-            "evaluate",
-            initializer=torch.set_num_threads,
-            initargs=(torch.get_num_threads(),),
-        ) as pool:
-            while (todo and error is None) or waiting or arrived:
-                ready, fresh = dict[int, Sequence[Request]](), dict[int, Sequence[Request]]()
-                while todo and error is None and len(waiting) + len(ready) < self.concurrency:
-                    place = todo.pop(0)
-                    ready[place] = recorded.requests.get(place, ())
-                    if not ready[place]:
-                        ready[place] = fresh[place] = self._prepare(parts[place], place)
-                # Requests and values are on disk before they are sent or used.
-                self.journal.write(
-                    self.number,
-                    **first,
-                    requests=fresh,
-                    responses=arrived,
-                    repaired=recorded.paid,
-                )
-                first = {}
-                for place, response in arrived.items():
-                    found[place] = response
-                    self._note(len(parts[place]))
-                arrived = {}
-                for place, requests in ready.items():
-                    stored = place in recorded.requests
-                    waiting[pool.submit(self._request, parts[place], requests, stored)] = place
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done if waiting else ():
-                    place = waiting.pop(future)
-                    if (failure := future.exception()) is not None:
-                        error = error or self._explained(failure, place, recorded)
-                        continue
-                    arrived[place] = future.result()
+        kept: list[tuple[Tensor, Response]] = []
+        again = 0
+        while (todo and error is None) or len(calls) or arrived or kept:
+            ready: list[Call] = []
+            while todo and error is None and len(calls) + len(ready) < self.concurrency:
+                ready.append(todo.popleft())
+            unsent = [c for c in ready if not c.requests]
+            fresh = {c.place: _prepared(objective, c, opened) for c in unsent}
+            # Requests and values are on disk before they are sent or used.
+            self.journal.write(
+                opened.number,
+                **self._first(opened),
+                requests=fresh,
+                responses=arrived,
+                repaired=recorded.paid,
+                kept=kept,
+                again=again,
+            )
+            for place, response in arrived.items():
+                opened.found[place] = response
+                self._note(opened, len(response.columns))
+            for rows, response in kept:
+                self._take(opened, rows, response.columns)
+            arrived, kept, again = {}, [], 0
+            for call in ready:
+                calls.submit(call)
+            for call, outcome in calls.finished():
+                before = self.extra
+                try:
+                    more = self._outcome(outcome, call, opened, arrived, kept, key)
+                    again += sum(1 for c in more if c.attempt and not c.pause)
+                    todo.extend(more)
+                except BaseException as failure:
+                    self.extra = before
+                    error = error or self._explained(failure, call.place, recorded)
         if error is not None:
+            self.extra -= again  # not evaluated after all
             raise error
 
-    def _prepare(self, candidates: Candidates, place: int) -> Sequence[Request]:
-        key = f"{self.journal.run}-{self.number}-{place}"
-        if isinstance(self.objective, RequestObjective):
-            return self.objective.prepare(candidates, key)
-        return [Request(key, _serialize(candidates))]
+    def _outcome(
+        self,
+        outcome: Response | BaseException,
+        call: Call,
+        opened: OpenRound,
+        arrived: dict[int, Response],
+        kept: list[tuple[Tensor, Response]],
+        key: str,
+    ) -> list[Call]:
+        """Take the values of a call; returns calls for rows that are tried again.
 
-    def _request(
-        self, candidates: Candidates, requests: Sequence[Request], stored: bool
-    ) -> Response:
-        """``stored``: the requests are from an earlier process, so their parameters count."""
-        if isinstance(self.objective, RequestObjective):
-            response = self.objective.send(candidates, requests)
-            return Response(checked(response.columns, candidates), response.cost)
-        if stored:
-            candidates = _deserialize(requests[0].body, candidates.kind)
-        if isinstance(self.objective, KeyedObjective):
-            response = self.objective.evaluate(candidates, requests[0].key)
-            return Response(checked(response.columns, candidates), response.cost)
-        return Response(
-            checked(self.objective(candidates.parameters, candidates.points), candidates)
-        )
+        Raises:
+            BaseException: The error of the call, or FailureError.
+        """
+        policy = self.on_failure
+        if isinstance(outcome, BaseException):
+            lost = isinstance(outcome, JournalError) or not isinstance(outcome, Exception)
+            if policy is None or lost:
+                raise outcome
+            return self._retried(call, opened, key, outcome, policy)
+        response = outcome
+        if policy is None:
+            checked(response.columns, opened.candidates.take(call.rows))
+        fine = torch.isfinite(response.columns[:, 0])
+        if bool(fine.all()) and call.place >= 0:
+            arrived[call.place] = response
+            return []
+        if bool(fine.any()):
+            kept.append((call.rows[fine], Response(response.columns[fine], response.cost)))
+        more: list[Call] = []
+        for row, value in zip(
+            call.rows[~fine].tolist(), response.columns[~fine, 0].tolist(), strict=True
+        ):
+            assert policy is not None
+            times = call.attempt + 1 if call.place < 0 else 1
+            open_rows = len(opened.candidates) - opened.known - len(opened.failed)
+            affordable = self.budget is None or self.budget - self.spent > open_rows
+            if times <= policy.retries and affordable:
+                more.append(opened.single(row, key, times))
+                self.extra += 1
+            else:
+                self.fail(opened, row, f"the loss is {value}")
+        return more
+
+    def _retried(
+        self, call: Call, opened: OpenRound, key: str, failure: BaseException, policy: OnFailure
+    ) -> list[Call]:
+        """Another attempt of a call that raised; then row by row; then none."""
+        if call.attempt < policy.retries:
+            pause = max(1e-3, policy.wait * 2**call.attempt)
+            return [replace(call, attempt=call.attempt + 1, pause=pause)]
+        if len(call.rows) > 1:
+            return [opened.single(row, key) for row in call.rows.tolist()]
+        self.fail(opened, int(call.rows[0]), f"{type(failure).__name__}: {failure}"[:300])
+        return []
 
     def _explained(self, failure: BaseException, place: int, recorded: Round) -> BaseException:
         """Why it failed, if the journal is the cause."""
@@ -251,57 +355,24 @@ class Evaluator:
         return JournalError(
             f"round {self.number} was {there} when the journal {self.journal.path} was written, "
             f"and is now {here}: the run would diverge from the one that was paid for. "
-            "Nothing was sent and nothing is lost; continue with the settings (data, --budget) and "
-            f"the flops version ({self.journal.version}) that started it"
+            "Nothing was sent and nothing is lost; continue with the data and the flops version "
+            f"({self.journal.version}) that started it"
         )
 
-    def _note(self, rows: int) -> None:
-        self.rows += rows
-        if self.notify is not None:
+    def _note(self, opened: OpenRound, rows: int, paid: bool = True) -> None:
+        if not opened.candidates.ending:
+            self.rows += rows
+        elif paid:
+            self.extra += rows
+        if self.notify is not None and rows:
             self.notify(rows)
 
 
-def drive(
-    optimizer: AskTell,
-    evaluator: Evaluator,
-    after: Callable[[], None] = lambda: None,
-    share: float = SHARE,
-) -> None:
-    """Ask, evaluate and tell until the optimizer is done, from the last snapshot on.
-
-    Args:
-        optimizer: Proposes candidates. If it has a state, it is saved at its pauses.
-        evaluator: Evaluates them.
-        after: Called after every round.
-        share: Largest fraction of the time spent on snapshots.
-    """
-    optimizer.decide = evaluator.decide
-    snapshots = Snapshots.of(optimizer, evaluator.journal, share)
-    if snapshots is not None and (number := snapshots.restore()) is not None:
-        evaluator.start(number, optimizer.asked)
-    while not optimizer.done:
-        optimizer.tell(evaluator.evaluate(optimizer.ask()))
-        after()
-        if snapshots is not None and not optimizer.waiting and not optimizer.done:
-            snapshots.offer(evaluator.number)
-
-
-def _serialize(candidates: Candidates) -> bytes:
-    """Candidates in the safetensors format; a vector that all rows share is stored once."""
-    values = candidates.parameters
-    if len(values) > 1 and values.stride(0) == 0:
-        values = values[:1]
-    tensors = {
-        "parameters": values.to(torch.float32).contiguous(),
-        "points": candidates.points.contiguous(),
-    }
-    return save(tensors, {"kind": candidates.kind})
-
-
-def _deserialize(body: bytes, kind: str) -> Candidates:
-    try:
-        tensors = load(body)
-        values, points = tensors["parameters"], tensors["points"]
-    except (SafetensorError, KeyError) as error:
-        raise JournalError(f"a request in the journal cannot be read: {error}") from error
-    return Candidates(values.expand(len(points), -1), points, kind)
+def _prepared(objective: AnyObjective, call: Call, opened: OpenRound) -> Sequence[Request]:
+    """Serialize a call's rows; nothing if an earlier process has."""
+    stored = opened.recorded.requests.get(call.place, ())
+    if stored and stored[0].key.startswith(call.key):
+        call.requests, call.stored = stored, True
+        return ()
+    call.requests = prepare(objective, opened.candidates.take(call.rows), call.key)
+    return call.requests

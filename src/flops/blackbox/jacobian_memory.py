@@ -27,6 +27,7 @@ from torch import Tensor
 from flops.blackbox.jacobian_factors import Factors, Fit, Measured
 from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError
+from flops.estimators.arrived import Arrived
 from flops.estimators.base import (
     Estimate,
     Estimation,
@@ -62,7 +63,7 @@ class QueryBatch:
         key: Of the noise: seed, step, group.
         ids: Points of the batch.
         draws: Number of draws per point.
-        derivatives: Of the outputs along each draw, shape (total draws, K).
+        derivatives: Of the outputs along each draw, shape (total draws, K); NaN if it failed.
     """
 
     key: tuple[int, ...]
@@ -155,9 +156,8 @@ class JacobianMemory:
         seen, energies, place = self._measured(kept)
         now = torch.tensor([place[i] for i in queries.ids if i in place])
         before = _factors(memory.get("factors"), self.size, queries.key[0])
-        after = (
-            before.learned(seen, now) if len(now) and float(derivatives.abs().max()) > 0 else before
-        )
+        moved = bool((derivatives.abs() > 0).any())
+        after = before.learned(seen, now) if len(now) and moved else before
         memory["visits"] = [vars(part.batch) for part in kept]
         memory["factors"] = vars(after)
         factors = before if self.unbiased else after
@@ -171,7 +171,13 @@ class JacobianMemory:
             delta[known], missed[known] = _gradients(
                 factors, factors.fit(latest), latest, weights, fresh
             )
-        whole = float(((derivatives * r.repeat_interleave(draws, 0)).sum(1)).square().sum())
+        along = (derivatives * r.repeat_interleave(draws, 0)).sum(1)
+        arrived = Arrived.among(derivatives, batch_points(draws), queries.size)
+        if arrived is not None:
+            along = along[arrived.draws]
+            delta[arrived.lost] = 0.0
+            draws = torch.bincount(batch_points(draws)[arrived.draws], minlength=queries.size)
+        whole = float(along.square().sum())
         left = float((missed * draws).sum()) / whole if whole > 0 else 0.0
         report = ShapingReport(0.0, max(0.0, 1 - left), 1.0, 1.0, ())
         error = missed * self.size / draws.clamp(min=1)
@@ -188,7 +194,8 @@ class JacobianMemory:
                 numbers.append(torch.arange(draws) + count.get(i, 0))
                 count[i] = count.get(i, 0) + draws
             number = torch.cat(numbers)
-            use = torch.nonzero(number < longest).flatten()
+            there = ~torch.isnan(batch.derivatives.sum(1))
+            use = torch.nonzero((number < longest) & there).flatten()
             rows += len(use)
             if kept and rows * self.size > self.room:
                 break
@@ -309,6 +316,7 @@ class _Recycled(Estimation):
         self._stream = estimator.known.stream(queries.key, queries.ids, self._draws.tolist())
         self._plan: PointPlan | None = PointPlan(queries.counts, self._options.unit)
         self._outputs: list[Tensor] = []
+        self._size = queries.size
         self._derivatives, self._points = torch.empty(0), torch.empty(0)
 
     def plan(self) -> PointPlan | None:
@@ -327,7 +335,10 @@ class _Recycled(Estimation):
     def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Derivatives of the loss, for allocators; those of the outputs are stored."""
         assert results.outputs is not None
-        outputs = self._estimator.outputs.read(results.outputs)
+        there = ~torch.isnan(results.losses)
+        outputs = self._clean.new_full((len(there), self._clean.size(1)), torch.nan)
+        if bool(there.any()):
+            outputs[there] = self._estimator.outputs.read(results.outputs[there])
         clean = self._clean[rows.points]
         self._outputs.append(self._options.derivatives(outputs, clean, torch.float32))
         clean = self._queries.losses[rows.points]
@@ -337,6 +348,9 @@ class _Recycled(Estimation):
         """Estimate every point's gradient and update the memory."""
         queries, estimator = self._queries, self._estimator
         assert queries.clean is not None
+        arrived = Arrived.among(values, points, self._size)
+        if arrived is not None:
+            values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size
         self._derivatives, self._points = values, points
         r = estimator.outputs.derivative(queries.clean, torch.tensor(queries.ids))
         self._found = estimator.known.estimate(queries, torch.cat(self._outputs), self._draws, r)
@@ -344,13 +358,18 @@ class _Recycled(Estimation):
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
         """The local VJP of an identity."""
-        deltas = self._binding.split(self._found.delta * (scale / self._queries.size))
+        deltas = self._binding.split(self._found.delta * (scale / self._size))
         runner.local_vjps(self._binding, deltas, sink)
 
     def finish(self) -> Estimate:
         """Derivatives, energies and errors."""
         size = float(self._estimator.size)
         return Estimate(self._derivatives, self._points, size, shaped=self._found.shaped)
+
+
+def batch_points(draws: Tensor) -> Tensor:
+    """Point of each draw, by its position in the batch."""
+    return torch.repeat_interleave(torch.arange(len(draws)), draws)
 
 
 def _gradients(

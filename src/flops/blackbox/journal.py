@@ -8,8 +8,12 @@
 - Snapshots hold the whole state of a run. Only rounds after the last snapshot are replayed, from
   the recorded values; rounds before the last but one are deleted, and only their totals are kept.
 
+- Rows that failed for good are listed in ``failures``; their values are NaN.
+
 Every row has a checksum, verified when it is read. A row belongs to an ask/tell round, numbered
-from 0 (the column ``question``); requests and values also to a part of its candidates.
+from 0 (the column ``question``); requests and values also to a part of its candidates, or, with
+``part`` = -1 - row, to a single one. Rounds at the end of a run have negative numbers: the run may
+go on from before them.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from flops.blackbox.journal_file import (
     unpack,
     warn,
 )
+from flops.blackbox.journal_settings import changes
 
 SCHEMA = 3  # also counts streams of noise: answers belong to the noise that was sent
 TABLES = """
@@ -58,6 +63,14 @@ create table snapshots (
 create table totals (name text primary key, value integer not null);
 create table counters (name text primary key, value real not null);
 """
+LATER = """
+create table if not exists kept (
+    question integer not null, place integer not null, rows blob not null, answer blob not null,
+    mark blob not null, primary key (question, place));
+create table if not exists failures (
+    question integer not null, row integer not null, point integer not null, reason text not null,
+    primary key (question, row));
+"""  # added to journals that were made without them
 SNAPSHOTS = 2  # kept: if one is damaged, there is another
 PIECE = 1 << 28  # bytes of a snapshot per row: SQLite allows less than 10^9
 
@@ -110,6 +123,7 @@ class Round:
         responses: By part.
         damaged: Parts whose values or request fail their checksum.
         paid: Damaged parts that had been evaluated.
+        kept: Columns of single rows of parts without a response, by row.
     """
 
     signature: Signature | None
@@ -118,6 +132,7 @@ class Round:
     responses: dict[int, Response]
     damaged: dict[int, str]
     paid: set[int]
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Journal:
@@ -129,6 +144,7 @@ class Journal:
             refused.
         say: Called with a sentence about each problem and its remedy; warns by default.
         patience: Seconds of retries on a full disk.
+        free: Settings in journals of earlier versions that may change now.
 
     Attributes:
         run: Random name of the run, part of its idempotency keys.
@@ -144,8 +160,10 @@ class Journal:
         settings: Mapping[str, Any],
         say: Callable[[str], None] = warn,
         patience: float = PATIENCE,
+        free: Sequence[str] = (),
     ) -> None:
-        self.path, self.say = path, say
+        self.path, self.say, self.free = path, say, tuple(free)
+        self._places: dict[int, int] = {}
         self._counted: dict[str, float] = {}
         self._file = JournalFile(path, say, patience)
         try:
@@ -194,7 +212,15 @@ class Journal:
             responses[part] = Response(columns.reshape(count, -1), json.loads(cost))
         for part in damaged:
             requests.pop(part, None)
-        return Round(signature, decisions, requests, responses, damaged, paid)
+        kept: dict[int, Tensor] = {}
+        for place, rows, values, mark in self._file.read(
+            "select place, rows, answer, mark from kept where question = ? order by place", number
+        ):
+            if mark == mark_of(number, place, rows, values):  # else they are evaluated again
+                at = np.frombuffer(rows, dtype="<i8").tolist()
+                columns = torch.from_numpy(np.frombuffer(values, dtype="<f4").copy())
+                kept |= dict(zip(at, columns.reshape(len(at), -1), strict=True))
+        return Round(signature, decisions, requests, responses, damaged, paid, kept)
 
     def write(
         self,
@@ -204,6 +230,10 @@ class Journal:
         requests: Mapping[int, Sequence[Request]] | None = None,
         responses: Mapping[int, Response] | None = None,
         repaired: Iterable[int] = (),
+        kept: Sequence[tuple[Tensor, Response]] = (),
+        counted: Mapping[int, int] | None = None,
+        failures: Mapping[int, tuple[int, str]] | None = None,
+        again: int = 0,
     ) -> None:
         """Record parts of a round in one transaction; they are on disk when this returns.
 
@@ -214,6 +244,10 @@ class Journal:
             requests: By part, about to be sent.
             responses: By part; their requests are deleted.
             repaired: Parts among them whose earlier record was damaged.
+            kept: Rows that arrived before the rest of their part, and their values.
+            counted: Rows of the responses, by part, that were kept before.
+            failures: Rows that are left out, with their points and the reasons.
+            again: Rows that are evaluated once more, and charged again.
 
         Raises:
             JournalError: If it cannot be written, after retries on a full disk.
@@ -235,10 +269,28 @@ class Journal:
                         (*sent, mark_of(*sent)),
                     )
                 )
-        again = set(repaired)
+        for rows, response in kept:
+            todo += self._arrived(number, rows, response)
+        damaged = set(repaired)
         for part, response in (responses or {}).items():
-            todo += self._evaluated(number, part, response, part in again)
-        self._commit(todo)
+            before = (counted or {}).get(part, 0)
+            todo += self._evaluated(number, part, response, part in damaged, before)
+        for at, (point, reason) in (failures or {}).items():
+            lost = (number, at, point, reason[:500])
+            todo.append(("insert or replace into failures values (?, ?, ?, ?)", lost))
+        if again:
+            todo += [(_added("totals"), (name, again)) for name in ("queries", "extra")]
+        if todo:
+            self._commit(todo)
+
+    def forget_kept(self, number: int) -> None:
+        """Delete single rows of a round whose parts are all recorded."""
+        tables = ("kept where question = ?", "requests where question = ? and part < 0")
+        self._commit([(f"delete from {table}", (number,)) for table in tables])
+
+    def failures(self) -> list[tuple[int, int, int, str]]:
+        """Rows that were left out: round, row, point and reason."""
+        return self._file.read("select * from failures order by question, row")
 
     def save(self, number: int, state: bytes) -> bool:
         """Store a snapshot of the state before a round, and delete rounds no longer needed.
@@ -254,8 +306,8 @@ class Journal:
         before = [q for (q,) in self._file.read("select distinct question from snapshots")]
         oldest = sorted({*(q for q in before if q < number), number})[-SNAPSHOTS:][0]
         if len(before) + (number not in before) >= SNAPSHOTS:
-            for table in ("snapshots", "plans", "decisions", "requests", "answers"):
-                todo.append((f"delete from {table} where question < ?", (oldest,)))
+            for table in ("snapshots", "plans", "decisions", "requests", "answers", "kept"):
+                todo.append((f"delete from {table} where question between 0 and ?", (oldest - 1,)))
         try:
             self._commit(todo, patience=0.0)
         except DiskFullError:
@@ -278,7 +330,9 @@ class Journal:
 
     def first(self) -> int | None:
         """The first round still recorded."""
-        found: int | None = self._file.read("select min(question) from plans")[0][0]
+        found: int | None = self._file.read("select min(question) from plans where question >= 0")[
+            0
+        ][0]
         return found
 
     def count(self, name: str, by: float) -> None:
@@ -293,7 +347,7 @@ class Journal:
         return found
 
     def paid(self) -> dict[str, int]:
-        """Evaluated rows and parts, and their total costs."""
+        """Evaluated rows and parts, and their total costs; "extra" are rows beyond those asked."""
         return {"queries": 0, "answers": 0} | dict(
             self._file.read("select name, value from totals")
         )
@@ -313,28 +367,38 @@ class Journal:
         self._file.commit([*todo, *counted], patience)
         self._counted = {}
 
+    def _arrived(self, number: int, rows: Tensor, response: Response) -> Iterator[Statement]:
+        at, values = rows.numpy().astype("<i8").tobytes(), _bytes(response.columns)
+        found = self._file.read("select max(place) from kept where question = ?", number)[0][0]
+        place = max(self._places.get(number, 0), 0 if found is None else found + 1)
+        self._places[number] = place + 1
+        row = (number, place, at, values)
+        yield "insert into kept values (?, ?, ?, ?, ?)", (*row, mark_of(*row))
+        for part in (-1 - rows).tolist():
+            yield "delete from requests where question = ? and part = ?", (number, part)
+        yield from _charged(number, {"queries": len(rows), **response.cost})
+
     def _evaluated(
-        self, number: int, part: int, response: Response, repaired: bool
+        self, number: int, part: int, response: Response, repaired: bool, counted: int
     ) -> Iterator[Statement]:
-        values = response.columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
-        row = (number, part, len(response.columns), values, json.dumps(dict(response.cost)))
+        values, count = _bytes(response.columns), len(response.columns)
+        row = (number, part, count, values, json.dumps(dict(response.cost)))
         verb = "insert or replace" if repaired else "insert"
         yield f"{verb} into answers values (?, ?, ?, ?, ?, ?)", (*row, mark_of(*row))
         yield "delete from requests where question = ? and part = ?", (number, part)
-        costs = {"queries": len(response.columns), "answers": 1, **response.cost}
+        costs = {"queries": count - counted, "answers": 1, **response.cost}
         if repaired and response.cost.get("replays") != 0:  # it was charged and counted before
             costs = {}
-        for name, value in costs.items():
-            yield _added("totals"), (name, value)
+        yield from _charged(number, costs)
 
     def _about(self, settings: Mapping[str, Any]) -> str:
         """Check or write the settings of the run; return its name."""
-        here = json.loads(json.dumps(dict(settings)))
         if not self._file.read("select name from sqlite_master where type = 'table'"):
             run = uuid.uuid4().hex
-            rows = {"schema": str(SCHEMA), "run": run, "settings": json.dumps(here)}
+            rows = {"schema": str(SCHEMA), "run": run, "settings": json.dumps(dict(settings))}
             rows["version"] = __version__
-            todo: list[Statement] = [(sql, ()) for sql in TABLES.split(";") if sql.strip()]
+            todo: list[Statement] = [(sql, ()) for sql in (TABLES + LATER).split(";")]
+            todo = [one for one in todo if one[0].strip()]
             todo += [("insert into about values (?, ?)", row) for row in rows.items()]
             self._file.commit(todo, patience=0.0)
             self.version = __version__
@@ -348,14 +412,29 @@ class Journal:
                 "run with the version that started it, or start again in another folder"
             )
         there = json.loads(kept["settings"])
-        other = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
+        for name in self.free:
+            there.pop(name, None)
+        other = changes(there, settings)
         if other:
-            now = ", ".join(f"{n} {there.get(n)!r} is now {here.get(n)!r}" for n in other[:3])
             raise JournalError(
-                f"the journal {self.path} belongs to a run with other settings ({now}); "
-                "continue with those, or start again in another folder"
+                f"the journal {self.path} belongs to a run with other settings: {'; '.join(other)}."
+                " Continue with those it has, or start again in another folder"
             )
+        if len(self._file.read("select name from sqlite_master where name = 'failures'")) == 0:
+            self._file.commit([(sql, ()) for sql in LATER.split(";") if sql.strip()])
         return str(kept["run"])
+
+
+def _bytes(columns: Tensor) -> bytes:
+    found: bytes = columns.to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
+    return found
+
+
+def _charged(number: int, costs: Mapping[str, int]) -> Iterator[Statement]:
+    """Add to the totals; the rows of an ending are extra."""
+    more = {"extra": costs["queries"]} if number < 0 and costs.get("queries") else {}
+    for name, value in {**costs, **more}.items():
+        yield _added("totals"), (name, value)
 
 
 def _added(table: str) -> str:

@@ -10,9 +10,11 @@ a simulator, and need not be differentiable: an error rate will do. A metric of 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,11 +46,17 @@ class Candidates:
         parameters: Of each row, shape (Q, d), float32. Rows may share memory.
         points: Position of each row's point in the data set, shape (Q,).
         kind: Purpose of the values: "clean", "query", "validation", "test".
+        ending: Whether they belong to the end of a run, which may later go on from before them.
+        round: Number of the `ask` that returned them; -1 if none did.
+        rows: Which rows of that round these are, shape (Q,); None for all.
     """
 
     parameters: Tensor
     points: Tensor
     kind: str = "query"
+    ending: bool = False
+    round: int = -1
+    rows: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.points)
@@ -58,7 +66,26 @@ class Candidates:
 
     def part(self, begin: int, end: int) -> Candidates:
         """A range of rows."""
-        return Candidates(self.parameters[begin:end], self.points[begin:end], self.kind)
+        rows = None if self.round < 0 else self.places[begin:end]
+        return replace(
+            self, parameters=self.parameters[begin:end], points=self.points[begin:end], rows=rows
+        )
+
+    def take(self, rows: Tensor) -> Candidates:
+        """Some rows, by their positions; one vector for all rows is not copied."""
+        shared = len(self) > 1 and self.parameters.stride(0) == 0
+        values = self.parameters[:1].expand(len(rows), -1) if shared else self.parameters[rows]
+        places = None if self.round < 0 else self.places[rows]
+        return replace(self, parameters=values, points=self.points[rows], rows=places)
+
+    def split(self, size: int) -> list[Candidates]:
+        """Parts of at most ``size`` rows, each of which may be told on its own."""
+        return [self.part(i, min(i + size, len(self))) for i in range(0, len(self), size)]
+
+    @property
+    def places(self) -> Tensor:
+        """Positions of the rows in their round, shape (Q,)."""
+        return torch.arange(len(self)) if self.rows is None else self.rows
 
     def digest(self) -> bytes:
         """Hash of all bits of the candidates."""
@@ -72,20 +99,29 @@ class Candidates:
         return mark.digest()
 
 
-def checked(values: Tensor, candidates: Candidates) -> Tensor:
+def columns_of(values: Tensor, rows: int) -> Tensor:
     """Values as float32 of shape (Q, k), the loss in the first column.
+
+    Raises:
+        ObjectiveError: If there is not one loss per row.
+    """
+    values = torch.as_tensor(values).detach().cpu()
+    columns = values.unsqueeze(1) if values.dim() == 1 else values
+    if columns.dim() != 2 or len(columns) != rows or columns.size(1) < 1:
+        raise ObjectiveError(
+            f"the objective must return one loss for each of the {rows} rows (or "
+            f"columns with the loss first), but returned shape {tuple(values.shape)}"
+        )
+    return columns.to(torch.float32)
+
+
+def checked(values: Tensor, candidates: Candidates) -> Tensor:
+    """As `columns_of`, with finite losses.
 
     Raises:
         ObjectiveError: If they are not one finite loss per row.
     """
-    values = torch.as_tensor(values).detach().cpu()
-    columns = values.unsqueeze(1) if values.dim() == 1 else values
-    if columns.dim() != 2 or len(columns) != len(candidates) or columns.size(1) < 1:
-        raise ObjectiveError(
-            f"the objective must return one loss for each of the {len(candidates)} rows (or "
-            f"columns with the loss first), but returned shape {tuple(values.shape)}"
-        )
-    columns = columns.to(torch.float32)
+    columns = columns_of(values, len(candidates))
     bad = torch.nonzero(~torch.isfinite(columns[:, 0])).flatten()
     if len(bad):
         points = candidates.points[bad[:3]].tolist()
@@ -95,3 +131,14 @@ def checked(values: Tensor, candidates: Candidates) -> Tensor:
             "instead"
         )
     return columns
+
+
+@dataclass(frozen=True)
+class NumpyObjective:
+    """An objective on numpy arrays."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, parameters: Tensor, points: Tensor) -> Tensor:
+        """Evaluate rows; values may be anything that numpy makes an array of."""
+        return torch.as_tensor(np.asarray(self.function(parameters.numpy(), points.numpy())))

@@ -1,7 +1,8 @@
 """Snapshots of a run: its exact state between steps, so that a restart replays little.
 
 A snapshot is taken when the time since the last one is long relative to what that one took, so a
-run spends a few per cent of its time on them, however large its state is.
+run spends a few per cent of its time on them, however large its state is. One that takes less than
+a quarter of a second may take up to a tenth of the time: there is then little to replay.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flops.blackbox.journal_file import JournalError, pack, unpack
 from flops.errors import FlopsError
 
 SHARE = 0.03  # largest fraction of the time spent on snapshots
+QUICK, SOON = 0.25, 2.5  # seconds: a quick snapshot is taken as often, so that a restart is quick
 
 
 @runtime_checkable
@@ -91,7 +93,9 @@ class Snapshots:
 
     def offer(self, number: int) -> bool:
         """Take a snapshot before this round if one is due."""
-        if time.monotonic() - self._last < self._took / self.share:
+        since = time.monotonic() - self._last
+        quick = self._took < QUICK and since > SOON
+        if since < self._took / self.share and not quick:
             return False
         began = time.monotonic()
         about = {"flops": __version__, "torch": str(torch.__version__)}

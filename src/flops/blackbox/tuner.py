@@ -1,62 +1,64 @@
-"""`Tuner`: black-box optimization with the estimators and allocators of the engine.
-
-`ask` returns the candidates to evaluate, `tell` takes their losses, from any process, at any time.
-`step` and `run` do both with a given objective. A step has two rounds or more: the clean losses of
-a batch, then its queries.
-"""
+"""`Tuner`: black-box optimization in one call, with a journal, a budget and any executor."""
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flops.allocators.base import Allocator, Signal
-from flops.allocators.equal import Equal
-from flops.blackbox.ask_tell import PAUSE, AskTell, Work
-from flops.blackbox.jacobian_memory import RecycledLikelihoodRatio
-from flops.blackbox.objective import Candidates, Objective
-from flops.blackbox.order import Order
+from flops.allocators.base import Allocator
+from flops.blackbox.drive import resume
+from flops.blackbox.evaluator import PART, BudgetError, Evaluator
+from flops.blackbox.failures import OnFailure
+from flops.blackbox.gradient_steps import GradientSteps, OptimizerFactory
+from flops.blackbox.journal import Journal
+from flops.blackbox.journal_file import warn
+from flops.blackbox.journal_settings import described
+from flops.blackbox.objective import Candidates, NumpyObjective, Objective
+from flops.blackbox.open_round import OpenRound
 from flops.blackbox.outputs import Outputs
-from flops.blackbox.vector import Vector, VectorEngine
-from flops.engine.allocation import budget_of, floor_of
-from flops.engine.gradients import Collector
-from flops.engine.group_step import GroupStep
-from flops.engine.groups import check_allocators
-from flops.engine.query_loop import QueryLoop
+from flops.blackbox.requests import KeyedObjective, RequestObjective
+from flops.blackbox.unrecorded import Unrecorded
 from flops.engine.report import StepReport
-from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, Ranks
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
-from flops.estimators.base import Estimator, Queries, RowResults
-from flops.estimators.likelihood_ratio import default_sigma
 from flops.estimators.parameter_noise import ParameterNoise
-from flops.estimators.variance import ENERGY_STEPS
 
-SCHEMA = 3  # also counts streams of noise: that of earlier queries is made again
-AT_ONCE = 1 << 25  # noise values per round, 128 MB
-NAME = "parameters"
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+CONCURRENCY = 8  # calls in flight at a time, of a given executor
 
 
-class Tuner(AskTell):
+class Tuner(GradientSteps):
     """Minimises the mean loss over points, given only losses.
 
     Args:
-        start: Parameters to start from, shape (d,).
-        points: Number of points; candidates refer to them as 0, ..., points - 1.
+        start: Parameters to start from, a vector of floats, of torch or numpy. With a numpy array
+            the objective is called with numpy arrays.
         objective: ``losses = objective(parameters, points)``; None to use `ask` and `tell` only.
+        points: Number of points; candidates refer to them as 0, ..., points - 1. One for a metric
+            of a whole data set.
+        journal: File that records every row before it is used: a run that was interrupted goes on
+            from its last snapshot, and no value is paid for twice. None keeps nothing.
+        budget: Largest number of rows, over all processes of the run; None for no limit. Another
+            process may give another one.
+        price: Price of 1,000 rows, for `cost`.
+        executor: Any `concurrent.futures.Executor` that evaluates the rows: threads, processes, or
+            a cluster (`distributed.Client.get_executor()`). None evaluates in this thread.
+        on_failure: Rows that raise, exceed their time or are not finite are retried, then left
+            out; None for the defaults of `OnFailure`, "raise" to raise their errors instead.
+        part: Rows of a call of the objective, at most; fixed for a run.
+        concurrency: Calls in flight; None for one without an executor, else 8.
         estimator: `LikelihoodRatio`, `ES` or `SPSA`, with `shaping=Shaping()` for shaped noise.
         queries: Mean queries per point of a batch, not counting the clean losses.
         allocator: Distributes the queries of a batch over its points.
         batch: Points per step.
-        learning_rate: Learning rate of Adam.
+        learning_rate: Learning rate of Adam; None searches for it in the first steps and now and
+            then later (`flops.blackbox.step_size`).
         optimizer: Factory of another optimizer, called with a list of parameters.
         parts: Name and shape of each part of the vector, such as
             ``{"text": (12, 500), "image": (10, 500)}``: shaped noise learns positions and channels
@@ -65,6 +67,7 @@ class Tuner(AskTell):
             Jacobian of every point's outputs from the queries of all steps.
         embeddings: Of the points, for the kernel of the Gaussian allocator, shape (points, E).
         seed: Seeds the noise and the order of points.
+        say: Called with a sentence about each problem of the journal and its remedy.
 
     Attributes:
         parameters: Current parameters, shape (d,).
@@ -77,205 +80,253 @@ class Tuner(AskTell):
 
     Raises:
         FlopsError: If the arguments are inconsistent.
+        JournalError: If the journal is of a run with other settings, which are named.
     """
 
     def __init__(
         self,
-        start: Tensor,
-        points: int,
-        objective: Objective | None = None,
+        start: Tensor | np.ndarray | Sequence[float],
+        objective: Objective | KeyedObjective | RequestObjective | None = None,
         *,
+        points: int = 1,
+        journal: Path | str | None = None,
+        budget: int | None = None,
+        price: float | None = None,
+        executor: Executor | None = None,
+        on_failure: OnFailure | Literal["raise"] | None = None,
+        part: int = PART,
+        concurrency: int | None = None,
         estimator: LikelihoodRatio | ParameterNoise | None = None,
         queries: float = 60.0,
         allocator: Allocator | None = None,
         batch: int = 64,
-        learning_rate: float = 1e-4,
+        learning_rate: float | None = None,
         optimizer: OptimizerFactory | None = None,
         parts: dict[str, tuple[int, ...]] | None = None,
         outputs: Outputs | None = None,
         embeddings: Tensor | None = None,
         seed: int = 0,
+        say: Callable[[str], None] = warn,
     ) -> None:
-        super().__init__(objective)
-        if start.dim() != 1 or len(start) == 0 or not start.is_floating_point():
-            raise FlopsError(f"start must be a vector of floats, not of shape {tuple(start.shape)}")
-        self._order = Order(points, batch, seed)
-        if embeddings is not None and len(embeddings) != points:
-            raise FlopsError(f"embeddings must have one row for each of the {points} points")
-        shapes = parts or {NAME: tuple(start.shape)}
-        if sum(torch.Size(shape).numel() for shape in shapes.values()) != len(start):
-            raise FlopsError(f"the parts {shapes} do not add up to {len(start)} parameters")
-        self._vector = Vector(start, shapes)
-        chosen = _on_identity(estimator or LikelihoodRatio(sigma=1e-2), outputs, len(start))
-        self._engine = VectorEngine(self._vector, chosen, queries, NAME)
-        self.group = self._engine.group
-        if budget_of(self.group, 1) < chosen.unit:
-            raise FlopsError(f"need at least {chosen.unit} queries per point, not {queries}")
-        allocators = {NAME: copy.deepcopy(allocator or Equal())}
-        check_allocators([self.group], allocators)
-        self.allocator = allocators[NAME]
-        make = optimizer or (lambda p: torch.optim.Adam(p, learning_rate))
-        self.optimizer = make(list(self._vector.parameters()))
-        self.points, self.batch, self.seed = points, min(batch, points), seed
-        self.embeddings, self.memory = embeddings, dict[str, Any]()
-        self.steps = 0
-        self.report: StepReport | None = None
-        self._chunk = max(2 * chosen.unit, AT_ONCE // len(start))
+        if isinstance(objective, int) or (objective is not None and not _evaluates(objective)):
+            raise FlopsError(
+                f"objective must be a function of (parameters, points), not {objective!r}; the "
+                "number of points is the keyword `points`"
+            )
+        if isinstance(start, np.ndarray) and callable(objective) and not _keyed(objective):
+            objective = NumpyObjective(objective)
+        first = _vector(start)
+        super().__init__(
+            first,
+            points=points,
+            estimator=estimator,
+            queries=queries,
+            allocator=allocator,
+            batch=batch,
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            parts=parts,
+            outputs=outputs,
+            embeddings=embeddings,
+            seed=seed,
+        )
+        if not (on_failure in (None, "raise") or isinstance(on_failure, OnFailure)):
+            raise FlopsError(f'on_failure must be an OnFailure or "raise", not {on_failure!r}')
+        if part < 1 or (concurrency is not None and concurrency < 1):
+            raise FlopsError(f"part and concurrency must be at least 1: {part}, {concurrency}")
+        if price is not None and price < 0:
+            raise FlopsError(f"price must not be negative, not {price}")
+        self.objective, self.price = objective, price
+        self.on_failure = None if on_failure == "raise" else on_failure or OnFailure()
+        kept: Journal = Unrecorded()
+        if journal is not None:
+            settings = {
+                "start": hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16],
+                "parameters": len(first),
+                "points": points,
+                "estimator": described(estimator or LikelihoodRatio(sigma=1e-2)),
+                "queries": queries,
+                "allocator": described(self.allocator),
+                "batch": batch,
+                "learning_rate": learning_rate,
+                "optimizer": type(self.optimizer).__name__,
+                "parts": parts,
+                "outputs": outputs is not None,
+                "embeddings": None if embeddings is None else list(embeddings.shape),
+                "seed": seed,
+                "part": part,
+            }
+            kept = Journal(journal, settings, say)
+        self.evaluator = Evaluator(
+            objective,
+            kept,
+            budget,
+            part,
+            concurrency or (1 if executor is None else CONCURRENCY),
+            executor=executor,
+            on_failure=self.on_failure,
+        )
+        self._opened: OpenRound | None = None
+        self._snapshots = None
+        if journal is not None:
+            self._snapshots = resume(self, self.evaluator)
 
     def __repr__(self) -> str:
         size, name = len(self.parameters), type(self.group.estimator).__name__
         return f"Tuner({size} parameters, {self.points} points, {name}, steps={self.steps})"
 
     @property
-    def parameters(self) -> Tensor:
-        """Current parameters, shape (d,)."""
-        return self._vector.flat
+    def budget(self) -> int | None:
+        """Largest number of rows; may be raised or lowered at any time."""
+        return self.evaluator.budget
+
+    @budget.setter
+    def budget(self, rows: int | None) -> None:
+        self.evaluator.budget = rows
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Batches per epoch; the last may be short."""
-        return self._order.steps_per_epoch
+    def spent(self) -> int:
+        """Rows paid for so far, by all processes of the run."""
+        return self.evaluator.spent
 
-    def step_cost(self) -> int:
-        """Rows that the next step evaluates."""
-        size = len(self._batch(self.steps))
-        return size * self.group.estimator.reads_clean + budget_of(self.group, size)
+    @property
+    def cost(self) -> float | None:
+        """Their price; None without one."""
+        return None if self.price is None else self.spent / 1000 * self.price
+
+    @property
+    def failures(self) -> list[tuple[int, int, int, str]]:
+        """Rows that were left out: round, row, point and reason."""
+        return self.evaluator.journal.failures()
 
     def step(self) -> StepReport:
-        """Take one step, with the objective."""
+        """Take one step, with the objective.
+
+        Raises:
+            BudgetError: If the budget does not cover it.
+            FailureError: If too many rows failed.
+        """
         before = self.steps
+        if not self._affords():
+            raise BudgetError(
+                f"the budget of {self.budget:,} rows does not cover a step of "
+                f"{self.step_cost():,} after {self.spent:,}"
+            )
         while self.steps == before:
-            self.tell(self.evaluate(self.ask()))
+            if len(self._open()):
+                self._evaluate()
+            else:
+                self._complete()
         assert self.report is not None
         return self.report
 
-    def run(self, steps: int) -> Iterator[StepReport]:
-        """Take this many steps."""
-        for _ in range(steps):
+    def run(self, steps: int | None = None, *, until: int | None = None) -> Iterator[StepReport]:
+        """Take steps, as far as the budget reaches.
+
+        Args:
+            steps: This many more.
+            until: Up to this many in total: the rest of a run that was interrupted.
+
+        Yields:
+            The report of each step.
+        """
+        if steps is None and until is None and self.budget is None:
+            raise FlopsError("give the number of steps, or the Tuner a budget")
+        last = until if steps is None else self.steps + steps
+        while (last is None or self.steps < last) and self._affords():
             yield self.step()
 
-    def work(self) -> Work[None]:
-        """An endless sequence of steps."""
-        while True:
-            yield from self.stepping()
-            yield PAUSE
-
-    def stepping(self) -> Work[None]:
-        """One step: yields candidates, is sent their values."""
-        started, points = time.perf_counter(), self._batch(self.steps)
-        size, reads_clean = len(points), self.group.estimator.reads_clean
-        clean = torch.full((size, 1), torch.nan)
-        if reads_clean:
-            # One vector for all rows: an evaluator serializes it once.
-            clean = yield Candidates(self.parameters.expand(size, -1), points, "clean")
-        losses, key = clean[:, 0], (self.seed, self.steps, 0)
-        memory, allocator = dict(self.memory), copy.copy(self.allocator)
-        size_of_all = float(len(self.parameters))  # |D|_F^2 of an identity
-        memory["jacobian_energy"] = (ENERGY_STEPS * size_of_all, ENERGY_STEPS)
-        signal = Signal(
-            losses,
-            budget_of(self.group, size),
-            self.group.estimator.unit,
-            floor_of(allocator, self.group),
-            NAME,
-            points,
-            None if self.embeddings is None else self.embeddings[points],
-            key,
-        )
-        none = torch.zeros(size, dtype=torch.long)
-        queries = Queries(
-            NAME, size, losses, none, key, points.tolist(), memory, clean=clean, decide=self.decide
-        )
-
-        def runner(cost: Cost) -> LocalRunner:
-            # One chunk for the batch: its sum must not depend on the chunks of queries.
-            return self._engine.runner(points, max(self._chunk, size), cost)
-
-        step = GroupStep(self.group, self._engine.binding, allocator, signal, queries, runner)
-        loop = QueryLoop([step], size, self._chunk, Ranks())
-        while (query := loop.next()) is not None:
-            rows = self._engine.rows(query, self.group.estimator.shared)
-            columns = yield Candidates(rows, points[query.rows.points])
-            loop.tell(query, RowResults(columns[:, 0], columns))
-        found = Collector()
-        step.write(found)
-        for parameter, gradient in found.gradients.items():
-            parameter.grad = gradient.to(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        shaping = step.shaping
-        if shaping is not None:
-            sites = (replace(site, site=self._vector.name(site.site)) for site in shaping.sites)
-            shaping = replace(shaping, sites=tuple(sites))
-        cost = ForwardEquivalents(float(size) if reads_clean else 0.0, step.cost.queries)
-        self.report = StepReport(
-            loss=float(losses.mean()) if reads_clean or step.loss is None else step.loss,
-            queries=step.cost.rows,
-            forward_equivalents=cost,
-            counts={NAME: step.counts},
-            dropped={NAME: step.dropped},
-            snr={NAME: step.snr},
-            seconds=time.perf_counter() - started,
-            shaping={} if shaping is None else {NAME: shaping},
-            cosine={},
-        )
-        self.memory, self.allocator = memory, allocator
-        self.steps += 1
-
-    def _batch(self, step: int) -> Tensor:
-        return self._order.at(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs, taken between two steps."""
-        if self.waiting:
-            raise FlopsError(
-                "a step is in progress: tell the pending values before taking the state"
-            )
-        return {
-            "schema": SCHEMA,
-            "theta": self.parameters,
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "allocator": copy.deepcopy(self.allocator.state_dict()),
-            "memory": copy.deepcopy(self.memory),
-            "seed": self.seed,
-            "steps": self.steps,
-            "asked": self.asked,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`.
+    def ask(self) -> Candidates:
+        """Candidates to evaluate next, without rows whose values were told or are recorded.
 
         Raises:
-            FlopsError: If the state is of another version or size.
+            BudgetError: If the budget does not cover them.
         """
-        if state.get("schema") != SCHEMA or state["theta"].shape != self.parameters.shape:
-            raise FlopsError("the state is of another version or has another number of parameters")
-        self._vector.load(state["theta"])
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self.allocator.load_state_dict(copy.deepcopy(state["allocator"]))
-        self.memory = copy.deepcopy(dict(state["memory"]))
-        self.seed, self.steps = int(state["seed"]), int(state["steps"])
-        self._order = replace(self._order, seed=self.seed)
-        self.restart(int(state["asked"]))
+        while len(missing := self._open()) == 0:
+            self._complete()
+        return missing
+
+    def close(self) -> None:
+        """Close the journal."""
+        self.evaluator.journal.close()
+
+    def __enter__(self) -> Tuner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def restart(self, asked: int = 0) -> None:
+        """Drop pending work and start again, with ``asked`` rows evaluated before."""
+        super().restart(asked)
+        self._opened = None
+        if hasattr(self, "evaluator"):
+            self.evaluator.rows = asked
+
+    def _affords(self) -> bool:
+        """Whether the next step is paid for: by the budget, or because it is recorded or begun."""
+        if self.budget is None or self.waiting or self.recorded():
+            return True
+        return self.spent + self.step_cost() <= self.budget
+
+    def _open(self) -> Candidates:
+        """The rows of the pending round that are neither told nor recorded."""
+        super().ask()
+        assert self._pending is not None
+        assert self._missing is not None
+        if self._opened is None:
+            self._opened = self.evaluator.open(self._pending)
+            self.evaluator.begin(self._opened)
+            if self._opened.known:
+                self._missing = self._pending.take(self._opened.missing())
+        return self._missing
+
+    def _evaluate(self) -> None:
+        """Evaluate the rest of the pending round with the objective."""
+        assert self._pending is not None
+        assert self._opened is not None
+        self.evaluator.objective = self.objective
+        try:
+            self.evaluator.request(self._opened)
+        finally:
+            self._missing = self._pending.take(self._opened.missing())
+        self._complete()
+
+    def _arrived(self, rows: Tensor, columns: Tensor) -> None:
+        assert self._opened is not None
+        self.evaluator.keep(self._opened, rows, columns)
+        self._remove(rows)
+
+    def _left_out(self, row: int, why: str) -> None:
+        assert self._opened is not None
+        try:
+            self.evaluator.fail(self._opened, row, why)
+        except FlopsError:
+            del self._opened.failed[row]
+            raise
+        self._remove(torch.tensor([row]))
+
+    def _complete(self) -> None:
+        if self._missing is None or len(self._missing):
+            return
+        assert self._opened is not None
+        opened, self._opened = self._opened, None
+        columns = self.evaluator.close(opened)
+        self.advance(columns)
+        if self._snapshots is not None and not self.waiting:
+            self._snapshots.offer(self.evaluator.number)
 
 
-def _on_identity(
-    options: LikelihoodRatio | ParameterNoise, outputs: Outputs | None, size: int
-) -> Estimator:
-    """The estimator on an identity, where per-row noise on parameters is noise on outputs."""
-    if not isinstance(options, LikelihoodRatio | ParameterNoise):
-        raise FlopsError(f"Tuner supports LikelihoodRatio, ES and SPSA, not {options!r}")
-    if isinstance(options, ParameterNoise):
-        if options.shared:
-            if outputs is not None:
-                raise FlopsError("outputs need per-point draws: use shared=False")
-            return options
-        options = LikelihoodRatio(
-            options.sigma, "block", options.used_baseline, options.kind, options.shaping
-        )
-    if options.sigma == "auto":
-        raise FlopsError(
-            'sigma="auto" spends queries that a price does not know of; give Tuner a number'
-        )
-    options = replace(options, targets="block", sigma=options.sigma or default_sigma(torch.float32))
-    return options if outputs is None else RecycledLikelihoodRatio(options, outputs, size)
+def _vector(start: Tensor | np.ndarray | Sequence[float]) -> Tensor:
+    found = start if isinstance(start, Tensor) else torch.as_tensor(np.asarray(start))
+    if found.dim() == 1 and len(found) and found.is_floating_point():
+        return found.detach().to("cpu", torch.float32)
+    return found
+
+
+def _keyed(objective: Any) -> bool:
+    return isinstance(objective, KeyedObjective | RequestObjective)
+
+
+def _evaluates(objective: Any) -> bool:
+    return callable(objective) or _keyed(objective)

@@ -1,7 +1,10 @@
 """A tuning run: epochs of steps, validation after each, early stopping, one test evaluation.
 
 All evaluations go through ask/tell, and every step ends in a pause with a state from which the run
-can continue, so that a journal can hold the whole run.
+can continue, so that a journal can hold the whole run. How long it is (epochs, patience, budget)
+does not change what is asked before its end: it may go on with other limits, and steps that are
+recorded are always taken. Only the evaluations at its end (the test, and the validation of an epoch
+that was not completed) are then made again.
 """
 
 from __future__ import annotations
@@ -141,7 +144,9 @@ class Tuning(AskTell):
         if not self.history:
             self._least = yield from self._validate(0)
             yield PAUSE
-        while self.stepper is not None and self._epoch < self.epochs and not self.stopped:
+        while self.stepper is not None and not self.stopped:
+            if self._epoch >= self.epochs and not self.recorded():  # what is paid for is used
+                break
             if self._taken < self.stepper.steps_per_epoch:
                 if self._affords(self.stepper.step_cost()):
                     yield from self.stepper.stepping()
@@ -152,17 +157,18 @@ class Tuning(AskTell):
                 if not self._taken:  # already validated, and the budget still covers the test
                     break
             self._epoch, self._taken = self._epoch + 1, 0
-            loss = yield from self._validate(self._epoch)
+            loss = yield from self._validate(self._epoch, ending=bool(self.stopped))
             if loss < self._least:
                 self._least, self._waited, self.best = loss, 0, self.stepper.parameters
             else:
                 self._waited += 1
-            if not self.stopped and self.patience and self._waited >= self.patience:
-                self.stopped = "patience"
-            if not self.stopped:  # so that a larger budget can continue from the last state
+            waited = bool(self.patience) and self._waited >= self.patience
+            if not self.stopped:  # a larger budget continues from the last state
                 yield PAUSE
+                if waited and not self.recorded():
+                    self.stopped = "patience"
         self.stopped = self.stopped or "epochs"
-        seen = yield self._all(self.best, self.points.test, "test")
+        seen = yield self._all(self.best, self.points.test, "test", ending=True)
         self.test_loss, self.test_accuracy = _mean(seen)
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,6 +212,8 @@ class Tuning(AskTell):
         """Raise before anything is evaluated if the budget does not reach the test."""
         least = len(self.points.validation) + len(self.points.test)
         least += 0 if self.embed is None else len(self.points.train)
+        if self.asked + self.overhead():  # of a run that goes on, the evaluator knows the price
+            return
         if self.budget is not None and self.budget < least:
             raise BudgetError(
                 f"the budget of {self.budget:,} queries does not cover one evaluation of the "
@@ -213,15 +221,15 @@ class Tuning(AskTell):
             )
 
     def _affords(self, step: int) -> bool:
-        """Whether the budget covers a step, its validation and the test."""
-        if self.budget is None:
+        """Whether the budget covers a step, its validation and the test, or it is paid for."""
+        if self.budget is None or self.recorded():
             return True
         reserve = len(self.points.validation) + len(self.points.test)
-        return self.asked + step + reserve <= self.budget
+        return self.asked + self.overhead() + step + reserve <= self.budget
 
-    def _validate(self, epoch: int) -> Work[float]:
+    def _validate(self, epoch: int, ending: bool = False) -> Work[float]:
         now = self.start if self.stepper is None else self.stepper.parameters
-        seen = yield self._all(now, self.points.validation, "validation")
+        seen = yield self._all(now, self.points.validation, "validation", ending)
         loss, accuracy = _mean(seen)
         steps = 0 if self.stepper is None else self.stepper.steps
         # These rows are already counted in `asked`.
@@ -230,11 +238,14 @@ class Tuning(AskTell):
             self.notify(self.history[-1])
         return loss
 
-    def _all(self, parameters: Tensor, points: Tensor, kind: str) -> Candidates:
-        return Candidates(parameters.expand(len(points), -1), points, kind)
+    def _all(
+        self, parameters: Tensor, points: Tensor, kind: str, ending: bool = False
+    ) -> Candidates:
+        return Candidates(parameters.expand(len(points), -1), points, kind, ending)
 
 
 def _mean(seen: Tensor) -> tuple[float, float]:
     """Mean loss, and accuracy in per cent (NaN if the objective does not return it)."""
+    seen = seen[~torch.isnan(seen[:, 0])]  # without rows that failed
     hits = seen[:, 1] if seen.size(1) > 1 else torch.full((1,), torch.nan)
     return float(seen[:, 0].double().mean()), 100 * float(hits.double().mean())

@@ -24,6 +24,7 @@ class StepReport:
         seconds: Time of the step.
         shaping: State of shaped noise, by group.
         cosine: Cosine to the exact gradient, by group; empty unless ``exact=True``.
+        failed: Rows that a black box failed to evaluate, and that are left out.
     """
 
     loss: float
@@ -35,3 +36,4 @@ class StepReport:
     seconds: float
     shaping: dict[str, ShapingReport] = field(default_factory=dict)
     cosine: dict[str, float] = field(default_factory=dict)
+    failed: int = 0

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flops.errors import BatchError, CoverageError, PrecisionWarning
+from flops.estimators.arrived import Arrived
 from flops.estimators.automatic_sigma import Auto, SigmaSearch, chosen
 from flops.estimators.base import (
     Estimate,
@@ -249,6 +250,7 @@ class _Isotropic(Estimation):
         self._z = torch.empty(0)
         self._derivatives, self._points = torch.empty(0), torch.empty(0)
         self._factors: float | Tensor = 0.0
+        self._size = queries.size
 
     def plan(self) -> PointPlan | None:
         """One round."""
@@ -269,16 +271,20 @@ class _Isotropic(Estimation):
         once = slice(None, None, self._options.unit)
         clean = self._queries.losses[rows.points].cpu()
         w = self._options.derivatives(results.losses.cpu(), clean, self.dtype)
-        weighted = rows.weights[once].to(self.dtype) * w
+        weighted = rows.weights[once].to(self.dtype) * torch.where(torch.isnan(w), 0.0, w)
         accumulate(self._delta, rows.points[once], weighted, self._z)
         return w
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Keep the derivatives for the variance."""
+        arrived = Arrived.among(values, points, self._size)
+        if arrived is not None:
+            self._delta *= arrived.ratio.to(self._delta).unsqueeze(1)
+            values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size
         self._derivatives, self._points = values, points
         self._z = torch.empty(0)
         self._stream.forget()
-        if self._options.baseline != "none":
+        if self._options.baseline != "none" and len(values):
             differences = (values * self._options.scale).to(self._queries.losses.dtype)
             warn_if_rounding(self._queries, differences)
         if self._repeat:
@@ -290,7 +296,7 @@ class _Isotropic(Estimation):
         if not energies.closed:  # before a hook may change a parameter
             self._factors = jacobian_energy(binding, self._queries, runner)
         own = None if self._repeat else runner.own_points(self._counts)
-        deltas = binding.split(self._delta.mul_(scale / self._queries.size))
+        deltas = binding.split(self._delta.mul_(scale / self._size))
         self._delta = torch.empty(0)
         runner.local_vjps(binding, deltas, sink, own, energies.see)
         if energies.closed:

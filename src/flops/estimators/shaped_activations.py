@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flops.estimators.arrived import Arrived
 from flops.estimators.base import (
     Estimate,
     Estimation,
@@ -100,6 +101,7 @@ class ShapedActivations(Estimation):
         self._derivatives, self._points = torch.empty(0), torch.empty(0)
         self._factors = 0.0
         self._features: list[Tensor] = []
+        self._size = queries.size
         if self._view is not None:
             self.width = 2 if runner.world_size == 1 else 2 + self._view.size
 
@@ -149,8 +151,12 @@ class ShapedActivations(Estimation):
         # Ranks may round differently, and must agree.
         withheld = torch.tensor(float(self._step.shaped.report.withheld))
         self.withheld = bool(runner.max(withheld) > 0)
-        self._derivatives, self._points = values, points
         isotropic = self._step.isotropic  # along a known direction it may be 0
+        arrived = Arrived.among(values, points, self._size)
+        if arrived is not None:
+            values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size
+            isotropic = isotropic[arrived.draws]
+        self._derivatives, self._points = values, points
         if features is None or self._view is None:
             differences = (values[isotropic] * self._options.scale).to(clean.dtype)
             warn_if_rounding(self._queries, differences)
@@ -163,7 +169,7 @@ class ShapedActivations(Estimation):
         """The local VJPs of all targets."""
         binding, size = self._binding, self._queries.size
         self._factors = jacobian_energy(binding, self._queries, runner)
-        deltas = binding.split(self._step.delta * (scale / size))
+        deltas = binding.split(self._step.delta * (scale / self._size))
         own = runner.share(size) if runner.world_size > 1 else None
         runner.local_vjps(binding, deltas, sink, own)
 

@@ -125,13 +125,33 @@ class SharedEstimation(SharedDraws):
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """One directional derivative per draw, from the mean losses of the batch."""
-        means = values.view(-1, self._queries.size).mean(1)
+        by_pass = values.view(-1, self._queries.size)
+        if bool(torch.isnan(by_pass).any()):
+            self._collect_arrived(by_pass)
+            return
+        means = by_pass.mean(1)
         clean = self._queries.losses.mean().cpu()
         self._derivatives = self._options.derivatives(means, clean)
         self._scale = self._options.scale(means)
         self._loss = float(means.mean())
         loss = None if self._options.reads_clean else self._loss
         self._options.warn(self._queries, self._derivatives, loss)
+
+    def _collect_arrived(self, losses: Tensor) -> None:
+        """As `collect`, from the points that arrived under both signs of a draw.
+
+        A draw that reached no point gets the derivative 0; the others weigh as much more.
+        """
+        there = ~torch.isnan(losses).view(-1, self._options.unit, losses.size(1)).any(1)
+        there = there.repeat_interleave(self._options.unit, 0)  # (passes, B)
+        count = there.sum(1).clamp(min=1)
+        means = torch.where(there, losses, 0.0).sum(1) / count
+        clean = torch.where(there, self._queries.losses.cpu(), 0.0).sum(1) / count
+        found = self._options.derivatives(means, clean)
+        live = there.any(1)
+        used = live[:: self._options.unit]
+        self._derivatives = torch.where(used, found, 0.0) * len(used) / max(1, int(used.sum()))
+        self._loss = float(means[live].mean()) if bool(live.any()) else float("nan")
 
     def _shift(self, called: CalledModule, draw: int, alpha: float) -> Action:
         """Parameters of a module point to perturbed copies while it runs."""

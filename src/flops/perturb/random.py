@@ -212,10 +212,11 @@ class NoiseStream:
         return out[:, : self._size]
 
     def rows(self, points: Tensor, draws: Tensor, out: Tensor | None = None) -> Tensor:
-        """Noise of the rows (point, draw), shape (rows, size); a point's draws are consecutive."""
+        """Noise of the rows (point, draw), shape (rows, size); fastest if draws are consecutive."""
         out = self._buffer(len(points)) if out is None else out
         if native(self._device) or self._kind == "orthogonal":
-            starts = [0, *(torch.nonzero(points.diff()).flatten() + 1).tolist(), len(points)]
+            breaks = (points.diff() != 0) | (draws.diff() != 1)
+            starts = [0, *(torch.nonzero(breaks).flatten() + 1).tolist(), len(points)]
             for begin, end in pairwise(starts):
                 if end > begin:
                     self.take(int(points[begin]), int(draws[begin]), end - begin, out[begin:end])

@@ -26,6 +26,7 @@ from flops.serve.schema import KEY, ScoreRequest
 
 T = TypeVar("T")
 CONNECT_SECONDS = 2.5  # timeout of the first request
+CERTAIN_SECONDS = 0.5  # after a refusal, or an answer that only another server gives
 __all__ = ["KeyedScoreRequest", "Scores", "ServiceClient", "ServiceError", "check_service"]
 
 
@@ -243,20 +244,27 @@ def check_service(url: str, api_key: str | None = None) -> None:
     """
     url = checked_url(url)
     headers = {} if api_key is None else {"Authorization": f"Bearer {checked_key(api_key)}"}
-    end = time.monotonic() + CONNECT_SECONDS
+    began = time.monotonic()
+    end = began + CONNECT_SECONDS
     with httpx.Client(headers=headers, trust_env=False) as http:
         while True:
+            certain = False
             try:
                 response, content = _start_of(http, f"{url}/v1/info", end)
                 problem = _problem(response, content, url, api_key is not None)
+                certain = 400 <= response.status_code < 500
             except (httpx.HTTPError, httpx.InvalidURL) as error:
+                certain = isinstance(error, httpx.ConnectError)
                 problem = (
                     f"no service answers at {url} ({type(error).__name__}): start one with `flops "
                     "serve`, or pass its address with --url"
                 )
             if problem is None:
                 return
-            if time.monotonic() + 0.6 > end:  # earlier attempts may have been network failures
+            # Earlier attempts may have been network failures.
+            if time.monotonic() + 0.6 > end or (
+                certain and time.monotonic() > began + CERTAIN_SECONDS
+            ):
                 raise ServiceError(problem)
             time.sleep(0.2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ class Design:
                 view.roots.to(all_w),
                 view.resolution / self.space.sigma,
             )
-        return Measurements(
+        found = Measurements(
             self.space,
             self.known,
             self.noise,
@@ -137,6 +138,38 @@ class Design:
             self.predicted,
             a.squeeze(1),
             features,
+        )
+        missing = torch.isnan(derivatives)
+        return self._arrived(found, points, draw, missing) if bool(missing.any()) else found
+
+    def _arrived(
+        self, found: Measurements, points: Tensor, draw: Tensor, missing: Tensor
+    ) -> Measurements:
+        """The measurements without draws that failed; isotropic ones are numbered anew."""
+        later = missing & (draw >= self._first[points])
+        measured = self.measured.clone()
+        measured[points[later], self._number(points[later], draw[later])] = False
+        there = ~missing & (draw < self.iso[points])
+        at, size = points[there], len(self.draws)
+        iso = torch.bincount(at, minlength=size)
+        rank = torch.arange(len(at)) - (torch.cumsum(iso, 0) - iso)[at]
+        actual = torch.zeros(found.w.shape, dtype=torch.long)
+        actual[at, rank] = draw[there]
+        w = torch.zeros_like(found.w)
+        w[at, rank] = found.w[at, draw[there]]
+        predicted = found.predicted
+        if predicted is not None and found.a is not None:
+            predicted = torch.where(torch.isnan(found.a).unsqueeze(1), 0.0, predicted)
+        return replace(
+            found,
+            noise=self.noise.renumbered(actual),
+            iso=iso,
+            draws=torch.bincount(points[~missing], minlength=size),
+            measured=measured,
+            w=w,
+            c=found.c.nan_to_num(0.0),
+            predicted=predicted,
+            a=None if found.a is None else found.a.nan_to_num(0.0),
         )
 
     def _sorted(

@@ -6,6 +6,7 @@ perturbed tensors.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,9 +38,17 @@ class Isotropic:
         kept = int(iso.sum()) if small else 0
         self._kept = torch.zeros(kept, size, dtype=self._dtype, device=space.device)
         self._have = torch.zeros(len(self._kept), dtype=torch.bool)
+        self._actual: Tensor | None = None
+
+    def renumbered(self, actual: Tensor) -> Isotropic:
+        """The same noise, with draw i of point j under the number ``actual[j, i]``."""
+        other = copy.copy(self)
+        other._actual = actual
+        return other
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
-        """Noise of these draws; a point's draws are consecutive."""
+        """Noise of these draws."""
+        draws = draws if self._actual is None else self._actual[points, draws]
         at = self._start[points] + draws
         if len(self._kept) and bool(self._have[at].all()):
             return self._kept[at]

@@ -193,11 +193,12 @@ class ShapedStep:
         """
         memory, steps, warm = self._memory, self._steps, self._warm
         space, shaping, explained = self.space, self._shaping, self._explained
-        design, draws, iso = self._design, self._design.draws, self._design.iso
         seen = None
         if outputs is not None and self._view is not None:
             seen = (outputs, self._view)
+        design = self._design
         measurements = design.measurements(points, derivatives, seen)
+        draws, iso = measurements.draws, measurements.iso  # without those that failed
         features = measurements.features
         with full_precision(space.device):
             ridge = float(memory.get("ridge", 1.0))
@@ -264,9 +265,9 @@ class ShapedStep:
             reliability=reliability,
             withheld=outputs is not None and self._withheld(reliability),
         )
-        real = torch.arange(measurements.w.size(1)) < draws.unsqueeze(1)
+        real = torch.arange(measurements.w.size(1)) < design.draws.unsqueeze(1)
         at, number = torch.nonzero(real).unbind(1)
-        self.isotropic = number < iso[at]
+        self.isotropic = number < design.iso[at]
         self.shaped = ShapedEstimate(
             found.energy.cpu(),
             error.cpu(),

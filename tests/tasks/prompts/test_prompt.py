@@ -15,7 +15,7 @@ from flops.blackbox.tuner import Tuner
 from flops.errors import FlopsError
 from flops.tasks.data.few_shot import FewShots, few_shots
 from flops.tasks.models.clip import PromptedClip
-from flops.tasks.prompts.methods import Backpropagation, Recipe, stepper
+from flops.tasks.prompts.backpropagation import Backpropagation
 from flops.tasks.prompts.prompt import (
     LocalObjective,
     PromptSpace,
@@ -24,6 +24,7 @@ from flops.tasks.prompts.prompt import (
     prompts_of,
     upload,
 )
+from flops.tasks.tuning.methods import Recipe, stepper
 from tests.support.serving import Server
 
 

@@ -1,4 +1,4 @@
-"""Configuration of `flops tune`."""
+"""Options of prompt tuning."""
 
 from __future__ import annotations
 
@@ -9,42 +9,20 @@ from typing import Literal
 
 from flops.errors import FlopsError
 from flops.serve.credentials import checked_url, read_key
-from flops.tasks.prompts.names import TUNE_METHODS, TuneMethod
+from flops.tasks.tuning.config import CampaignConfig
+from flops.tasks.tuning.names import PROMPT_METHODS, TuneMethod
 
 DEFAULT: tuple[TuneMethod, ...] = ("manual", "lr", "ops-lr", "shaped-lr", "cma-es", "bp")
 
 
 @dataclass(frozen=True)
-class TuneConfig:
+class TuneConfig(CampaignConfig):
     """Methods, sizes, data and service of prompt tuning."""
 
-    methods: tuple[TuneMethod, ...] | None = None
-    """Methods, in the order of the table; None for manual, lr, ops-lr, shaped-lr, cma-es and,
-    if the command starts the service, bp. All: manual, bp, lr, ops-lr, spsa, ops-spsa,
-    shaped-lr, cma-es."""
     preset: Literal["tiny", "paper"] = "tiny"
     """Sizes: tiny for the bundled model, or those of the paper (10 image and 12 text prompt
     vectors of 500 dimensions each, 60 queries, learning rate 1e-4, 50 epochs). Options given
     explicitly override them."""
-    seeds: int = 1
-    """Number of seeds per method."""
-    step_sizes: tuple[float, ...] | None = None
-    """Learning rates to choose from on the first seed; for cma-es initial standard deviations."""
-    sigma: float | None = None
-    """Noise scale; parameters are initialised as N(0, 0.3^2)."""
-    queries: float | None = None
-    """Mean queries per point and step."""
-    batch: int = 64
-    """Points per step."""
-    epochs: int | None = None
-    """Largest number of epochs."""
-    patience: int = 10
-    """Stop after this many epochs without a better validation loss; 0 never stops early."""
-    budget: int | None = None
-    """Hard cap on the queries of a run, validation and test included; None for no limit but the
-    epochs."""
-    price: float | None = None
-    """Price of 1,000 queries, in any currency; adds a column."""
     text_tokens: int = 12
     """Text prompt vectors, before the class text."""
     image_tokens: int = 10
@@ -68,18 +46,8 @@ class TuneConfig:
     """Environment variable with the service's API key."""
     api_key_file: Path | None = None
     """File with the service's API key."""
-    timeout: float = 60.0
-    """Seconds to wait for a response before a retry."""
-    concurrency: int = 4
-    """Requests in flight at a time."""
-    part: int = 128
-    """Rows per request."""
-    workers: int = 1
-    """Runs at a time; without a url each worker has its own service."""
     limit: int | None = None
     """Largest number of test images, for quick runs."""
-    output: Path = Path("runs/tune")
-    """Folder of journals, prompts, results and the table."""
 
     def filled(self) -> TuneConfig:
         """Fill in the preset and validate.
@@ -98,37 +66,17 @@ class TuneConfig:
             chosen = replace(chosen, url=checked_url(chosen.url))
         if chosen.step_sizes is None:
             chosen = replace(chosen, step_sizes=tuple(sizes))
+        if chosen.timeout is None:
+            chosen = replace(chosen, timeout=60.0)
+        if chosen.concurrency is None:
+            chosen = replace(chosen, concurrency=4)
         if chosen.methods is None:
             some = DEFAULT if chosen.url is None else DEFAULT[:-1]
             chosen = replace(chosen, methods=some)
-        assert chosen.methods is not None
-        if not chosen.methods or set(chosen.methods) - set(TUNE_METHODS):
-            raise FlopsError(f"--methods must be some of {', '.join(TUNE_METHODS)}")
-        for name in ("methods", "step_sizes"):
-            values_given = getattr(chosen, name)
-            if len(set(values_given)) < len(values_given):
-                raise FlopsError(
-                    f"--{name.replace('_', '-')} contains a value twice: {values_given}"
-                )
-        least = {"seeds": 1, "batch": 1, "epochs": 1, "patience": 0, "shots": 1, "part": 1}
-        least |= {"concurrency": 1, "workers": 1, "dimensions": 2, "queries": 1}
-        least |= {"limit": 1, "budget": 1, "price": 0}
-        for name, bound in least.items():
-            given = getattr(chosen, name)
-            if given is not None and given < bound:
-                option = "--" + name.replace("_", "-")
-                raise FlopsError(f"{option} must be at least {bound}, not {given}")
-        pairs = [name for name in chosen.methods if "spsa" in name]
-        if pairs and chosen.queries is not None and chosen.queries < 2:
-            raise FlopsError(f"--queries must be at least 2 for {pairs[0]}, not {chosen.queries}")
-        if chosen.timeout <= 0:
-            raise FlopsError(f"--timeout must be positive, not {chosen.timeout}")
-        if not chosen.step_sizes or min(chosen.step_sizes) <= 0:
-            raise FlopsError("--step-sizes must be one or more positive numbers")
+        chosen.check(PROMPT_METHODS)
+        chosen.at_least({"shots": 1, "dimensions": 2, "limit": 1})
         if chosen.text_tokens + chosen.image_tokens < 1:
             raise FlopsError("need at least one text or image prompt vector to tune")
-        if chosen.sigma is not None and chosen.sigma <= 0:
-            raise FlopsError(f"--sigma must be positive, not {chosen.sigma}")
         return chosen
 
     def api_key(self) -> str | None:
