@@ -10,6 +10,7 @@ import pytest
 
 from flops import ES, FZOO, JVP, LOZO, SPSA, DeepZero, Exact, LikelihoodRatio, MeZO, Shaping
 from flops.estimators import Estimator
+from flops.estimators.base import Estimation
 
 DEFAULTS = [
     "LikelihoodRatio(sigma=None, targets='block', baseline='clean', noise='gaussian', "
@@ -150,3 +151,14 @@ def test_what_the_engine_reads_of_an_estimator(
     estimator: Estimator, traits: dict[str, Any]
 ) -> None:
     assert {name: getattr(estimator, name) for name in ALIKE} == {**ALIKE, **traits}
+
+
+def estimations(cls: type) -> list[type]:
+    return [cls, *(found for below in cls.__subclasses__() for found in estimations(below))]
+
+
+def test_gradients_are_not_scaled_unless_asked() -> None:
+    found = estimations(Estimation)
+    assert len(found) >= 9
+    for cls in found:
+        assert inspect.signature(cls.write).parameters["scale"].default == 1, cls

@@ -89,6 +89,11 @@ def test_against_dense_matrices(masked: bool, predicted: bool, ridge: float) -> 
     assert found.ridge == ridge
 
 
+def test_one_isotropic_draw_is_held_out_of_a_fit_to_nothing() -> None:
+    of = case(iso=(1, 2, 1, 3))
+    check(of, regress(of.measurements, 0.3, tune=False), 0.3)
+
+
 @PREDICTED
 def test_draws_beyond_the_fit_are_in_the_averages(predicted: bool) -> None:
     of = case(predicted=predicted, iso=(3, FITTED + 2, 4, 3))

@@ -258,6 +258,18 @@ def test_chunk_size_does_not_matter(kind: str, chunk: int) -> None:
 
 
 @kinds
+def test_a_scale_is_a_factor_of_the_gradient(kind: str) -> None:
+    """Of isotropic steps, and of shaped ones."""
+    model, x, y = planted()
+    whole, part = (engine(model, shaped(kind)) for _ in range(2))
+    for _ in range(6):
+        found = step(whole, x, y)
+        model.zero_grad()
+        part.estimate(x, y, scale=0.25)
+        torch.testing.assert_close(flat(gradients(model)), found / 4)
+
+
+@kinds
 @pytest.mark.bits
 def test_a_resumed_run_is_bit_identical(kind: str) -> None:
     model, x, y = planted()

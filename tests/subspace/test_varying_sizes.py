@@ -57,6 +57,31 @@ def test_sequences_of_varying_length_learn_their_channels() -> None:
     assert sum(found[:4]) / 4 < 0.93
 
 
+class Narrow(nn.Module):
+    """One channel per token; the loss of a row that is all padding is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        read = torch.tanh(self.target(x)) * attention_mask.unsqueeze(2)
+        return read.sum(1).expand(-1, 2) + 1
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_one_channel_and_a_row_of_nothing_but_padding(outputs: bool) -> None:
+    model = Narrow().double()
+    fg = sequence_engine(model, outputs=outputs)
+    batch, y = padded_batch(6), torch.randn(8, 2).double()
+    batch["attention_mask"][3] = 0
+    for _ in range(8):
+        model.zero_grad()
+        report = fg.estimate(batch, y, exact=True)
+    assert report.cosine["site"] == pytest.approx(1, abs=1e-6)  # all positions are measured
+    assert 0 < report.shaping["site"].k <= 6
+
+
 @pytest.mark.parametrize("longest", [6, 64])
 def test_padding_is_never_measured(longest: int) -> None:
     """A direction of which the channels alone are known moves one position."""

@@ -320,7 +320,7 @@ class ShapedStep:
             return float(max(1e-3, 1 - before - max(inside[count - 1] - before, predicted)))
 
         mean = float(design.draws.double().mean()) * self.space.unit
-        here = outside(max(1, round(mean)))
+        here = outside(round(mean))
         scale, beyond = min(1.0, now / here), max(0.0, now - here)
         return tuple(scale * outside(n) + beyond for n in range(LARGEST + 1))
 
