@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flops.subspace import mean_jacobian
+from flops.subspace.design import Design
 from flops.subspace.mean_jacobian import MeanJacobian
 from tests.support.shaped_cases import FEATURES, SIZE, Case, case
 
@@ -174,6 +175,25 @@ def test_the_room_for_rows(dimensions: int, most: int) -> None:
     space = replace(case().space, grids=(replace(case().space.grids[0], channels=dimensions),))
     space = replace(space, grids=(replace(space.grids[0], positions=1),))
     assert mean_jacobian._room(space) == most
+
+
+@pytest.mark.parametrize(("size", "each"), [(300, 3), (500, 2), (1000, 1), (1100, 1)])
+def test_all_points_have_rows_as_many_as_there_is_room_for(size: int, each: int) -> None:
+    """1,024 in all, but one of each point at least."""
+    of = case()
+    space, draws = replace(of.space, ids=list(range(size))), torch.full((size,), 3)
+    design = Design(space, of.known, draws, draws)
+    points = torch.arange(size).repeat_interleave(3)
+    values = torch.arange(3.0 * size).double()
+    outputs = values.unsqueeze(1).expand(-1, FEATURES)
+    view = replace(of.view, roots=torch.ones(1, FEATURES).double())
+    step = design.measurements(points, values, (outputs, view))
+    assert step.features is not None
+    z, y, count, isotropic = mean_jacobian._rows(step, step.features)
+    assert len(z) == len(y) == len(count) == isotropic == size * each
+    kept = values.view(size, 3)[:, :each].flatten()
+    assert torch.equal(y[:, 0].sort().values, kept)
+    assert len(first(of).updated(step, step.features).z) == min(size * each, 1024)
 
 
 def test_a_state_of_other_features_is_dropped() -> None:
