@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
+from flops.estimators import automatic_sigma
 from flops.estimators.automatic_sigma import EVERY, chosen, relative_errors
 from tests.conftest import cosine, exact, flat, gradients, squared
 
@@ -153,3 +154,36 @@ def test_it_needs_derivatives() -> None:
         LikelihoodRatio("auto", baseline="none")
     with pytest.raises(ValueError, match="sigma must be a number, None or 'auto', not 'best'"):
         LikelihoodRatio("best")  # type: ignore[arg-type]
+
+
+def test_the_noise_is_the_same_at_all_sigmas_and_for_all_chunks() -> None:
+    """A linear loss has the same derivative along it at every sigma, however rows are split."""
+    torch.manual_seed(4)
+    x, y = torch.randn(8, 4).double(), torch.zeros(8).double()
+    seen: dict[int, list[Tensor]] = {}
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(4, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.target(x).sum(1)
+
+    original = automatic_sigma.relative_errors
+    for chunk in (3, 7, 1000):
+        found = seen[chunk] = []
+
+        def record(odd: Tensor, even: Tensor, found: list[Tensor] = found) -> list[float]:
+            found.append(odd)
+            return original(odd, even)
+
+        model = Linear()
+        group = Group(model.target, LikelihoodRatio("auto"), 4, name="g")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(automatic_sigma, "relative_errors", record)
+            ForwardGradient(model, take, group, chunk=chunk).estimate(x, y)
+    ratios = seen[1000][0] / (seen[1000][0][:, :1])
+    torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios), rtol=1e-3, atol=0)
+    for chunk in (3, 7):
+        torch.testing.assert_close(seen[chunk][0], seen[1000][0], rtol=1e-3, atol=0)

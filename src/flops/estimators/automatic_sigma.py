@@ -10,6 +10,11 @@ relative to the derivatives. (Antithetic pairs cancel it; for them the choice is
 of a few points is run at five sigmas, before the queries of the step: on a coarse grid until its
 middle is the best, then on a fine one. The search is repeated every `EVERY` steps, because training
 moves both bounds. Its rows are charged like others.
+
+A quantised model is a staircase. Below the width of a step, both losses change by whole steps that
+have nothing to do with each other, so the error is as large as the derivative, sometimes less by
+chance; and the best sigma, where steps average out, is not far from curvature. If no error of the
+first draws is small, or most of them changed nothing, the search goes on with many draws.
 """
 
 from __future__ import annotations
@@ -40,6 +45,9 @@ from flops.perturb.random import NoiseStream
 
 Auto = Literal["auto"]
 POINTS = 4  # with one draw each
+DRAWS = 64  # where these do not tell sigmas apart
+UNCLEAR = 0.3  # error above which they do not
+MORE = -1  # the decision to draw more
 COARSE, FINE = 10.0, 10**0.5  # ratio of neighbouring sigmas in the first search, and later
 ROUNDS = 8  # of a search
 SIDE = 2  # sigmas on either side of the present one
@@ -91,14 +99,13 @@ class SigmaSearch(Estimation):
         self._powers = torch.arange(-SIDE, SIDE + 1, dtype=torch.float64)
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self.width = 2
-        counts = torch.zeros(queries.size, dtype=torch.long)
-        places = torch.linspace(0, queries.size - 1, min(POINTS, queries.size)).round().long()
-        counts[places] = 2 * len(self._powers)
-        self._counts = counts
+        self._counts = self._spread(POINTS, 1)
         self._found: Estimation | None = None
-        ones, device = [1] * queries.size, binding.sites[0].leaf.device
+        self._many = False
+        ones = [1] * queries.size
+        self._device = binding.sites[0].leaf.device
         key = (*queries.key, KEY)
-        self._stream = NoiseStream("gaussian", key, queries.ids, ones, binding.size, device)
+        self._stream = NoiseStream("gaussian", key, queries.ids, ones, binding.size, self._device)
 
     @property
     def found(self) -> Estimation:
@@ -114,9 +121,11 @@ class SigmaSearch(Estimation):
         """The same noise at every sigma, with both signs."""
         if self._found is not None:
             return self._found.ask(rows)
-        points = rows.points[::2]
-        z = self._stream.rows(points, torch.zeros_like(points)).to(self.dtype)
-        z = z * (self._ratio ** self._powers[rows.draws[::2]]).to(z).unsqueeze(1)
+        sigmas = len(self._powers)
+        pairs = torch.stack([rows.points[::2], rows.draws[::2] // sigmas])
+        (points, draws), places = torch.unique_consecutive(pairs, return_inverse=True, dim=1)
+        z = self._stream.rows(points, draws).to(self.dtype)[places.to(self._device)]
+        z = z * (self._ratio ** self._powers[rows.draws[::2] % sigmas]).to(z).unsqueeze(1)
         with torch.inference_mode():
             edits = self._binding.edits(signed(z, 2), self._sigma)
         return Perturbation(self._binding.query_prefix, edits=edits, evaluate=_finite)
@@ -137,15 +146,16 @@ class SigmaSearch(Estimation):
             return
         odd, even = values.view(-1, len(self._powers), 2).unbind(2)
         errors = relative_errors(odd, even)
-        best = min(range(len(errors)), key=lambda i: errors[i])
-        unseen = math.isinf(errors[best])  # all noise was rounded away, or nothing depends on it
-        if unseen and self._first and self._sigma < FARTHEST * self._start:
-            best = len(errors) - 1
-        elif not errors[best] < BETTER * errors[SIDE]:
-            best = SIDE
+        unseen = math.isinf(min(errors))  # all noise was rounded away, or nothing depends on it
+        best = self._best(errors, odd, unseen)
         best = int(runner.max(torch.tensor(float(best))))  # ranks may round differently
         if self._queries.decide is not None:
             best = self._queries.decide("sigma", best)
+        if best == MORE:
+            self._many = True
+            some = min(DRAWS, self._queries.size)
+            self._counts = self._spread(some, math.ceil(DRAWS / some))
+            return
         self._sigma *= self._ratio ** float(self._powers[best])
         self._rounds += 1
         if self._rounds < ROUNDS and (best != SIDE or self._ratio == COARSE):
@@ -169,6 +179,25 @@ class SigmaSearch(Estimation):
     def finish(self) -> Estimate:
         """Statistics of the queries at the best sigma."""
         return self.found.finish()
+
+    def _spread(self, points: int, draws: int) -> Tensor:
+        """Rows of each point: some draws of some points, at all sigmas and with both signs."""
+        size = self._queries.size
+        counts = torch.zeros(size, dtype=torch.long)
+        places = torch.linspace(0, size - 1, min(points, size)).round().long()
+        counts[places] = 2 * len(self._powers) * draws
+        return counts
+
+    def _best(self, errors: list[float], odd: Tensor, unseen: bool) -> int:
+        """Number of the sigma to go to, or MORE."""
+        best = min(range(len(errors)), key=lambda i: errors[i])
+        if unseen:
+            far = self._sigma >= FARTHEST * self._start
+            return SIDE if far or not self._first else len(errors) - 1
+        still = int((odd[:, best] == 0).sum())
+        if not self._many and (errors[best] > UNCLEAR or 2 * still > len(odd)):
+            return MORE
+        return best if errors[best] < BETTER * errors[SIDE] else SIDE
 
 
 def _finite(run: Callable[..., Tensor]) -> RowResults:
