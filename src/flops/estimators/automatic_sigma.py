@@ -12,9 +12,10 @@ middle is the best, then on a fine one. The search is repeated every `EVERY` ste
 moves both bounds. Its rows are charged like others.
 
 A quantised model is a staircase. Below the width of a step, both losses change by whole steps that
-have nothing to do with each other, so the error is as large as the derivative, sometimes less by
-chance; and the best sigma, where steps average out, is not far from curvature. If no error of the
-first draws is small, or most of them changed nothing, the search goes on with many draws.
+have nothing to do with each other: the error r is as large as the derivative, sometimes less by
+chance. And the best sigma, where steps average out, is not far from curvature. If no error of the
+first draws is small, or most of them changed nothing, the search goes on with many draws, and with
+the error relative to the derivative without its own part of the steps, r / sqrt(1 - r^2).
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ from flops.perturb.random import NoiseStream
 
 Auto = Literal["auto"]
 POINTS = 4  # with one draw each
-DRAWS = 64  # where these do not tell sigmas apart
-UNCLEAR = 0.3  # error above which they do not
+DRAWS = 128  # where these do not tell sigmas apart
+UNCLEAR = 0.1  # error above which they do not
+LARGEST = 0.999  # error that leaves a derivative
+WITHOUT = 1 / math.sqrt(1 - LARGEST**2)
 MORE = -1  # the decision to draw more
 COARSE, FINE = 10.0, 10**0.5  # ratio of neighbouring sigmas in the first search, and later
 ROUNDS = 8  # of a search
@@ -146,6 +149,8 @@ class SigmaSearch(Estimation):
             return
         odd, even = values.view(-1, len(self._powers), 2).unbind(2)
         errors = relative_errors(odd, even)
+        if self._many:
+            errors = [_without_steps(error) for error in errors]
         unseen = math.isinf(min(errors))  # all noise was rounded away, or nothing depends on it
         best = self._best(errors, odd, unseen)
         best = int(runner.max(torch.tensor(float(best))))  # ranks may round differently
@@ -198,6 +203,11 @@ class SigmaSearch(Estimation):
         if not self._many and (errors[best] > UNCLEAR or 2 * still > len(odd)):
             return MORE
         return best if errors[best] < BETTER * errors[SIDE] else SIDE
+
+
+def _without_steps(error: float) -> float:
+    """Relative to the derivative alone; in the old order where no derivative is left."""
+    return error / math.sqrt(1 - error**2) if error < LARGEST else error * WITHOUT
 
 
 def _finite(run: Callable[..., Tensor]) -> RowResults:
