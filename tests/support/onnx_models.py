@@ -69,7 +69,7 @@ def quantised(path: Path, dynamic: bool = False) -> Path:
     logging.getLogger().setLevel(logging.ERROR)  # it advises preprocessing
     try:
         if dynamic:
-            quantize_dynamic(str(path), str(int8))
+            quantize_dynamic(str(path), str(int8), op_types_to_quantize=["MatMul"])
         else:
             quantize_static(str(path), str(int8), _Garments(), per_channel=True)
     finally:
