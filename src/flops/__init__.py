@@ -10,6 +10,7 @@ from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.report import StepReport
 from flops.errors import (
+    BackwardError,
     BatchError,
     CoverageError,
     FlopsError,
@@ -29,6 +30,7 @@ __all__ = [
     "JVP",
     "LOZO",
     "SPSA",
+    "BackwardError",
     "BatchError",
     "CoverageError",
     "DeepZero",

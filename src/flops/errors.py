@@ -30,5 +30,9 @@ class QueryError(FlopsError, ValueError):
     """The query budget does not fit the estimator or the allocator."""
 
 
+class BackwardError(FlopsError, RuntimeError):
+    """A derivative was asked for through a part of the model that has no backward pass."""
+
+
 class PrecisionWarning(UserWarning):
     """Loss differences are so small that rounding dominates the directional derivatives."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flops.allocators import Signal
+from tests.support.onnx_models import Logits, exported, quantised
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,11 @@ def test_first_block_is_the_quickstart() -> None:
     assert len(quickstart.splitlines()) <= 30
 
 
-def test_code_runs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_runs_and_learns(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised(exported(Logits(), tmp_path / "vit.onnx")).rename(tmp_path / "vit-int8.onnx")
+    monkeypatch.chdir(tmp_path)
     first, *others = blocks()
     short = first.replace("EPOCHS, BATCH = 5, 64", "EPOCHS, BATCH = 1, 64")
     short = short.replace(".split(BATCH)\n", ".split(BATCH)[:8]\n")

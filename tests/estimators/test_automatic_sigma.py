@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.estimators.automatic_sigma import EVERY, chosen, relative_errors
+from flops.estimators import automatic_sigma
+from flops.estimators.automatic_sigma import EVERY, chosen, relative_errors, rounding
 from tests.conftest import cosine, exact, flat, gradients, squared
 
 
@@ -153,3 +154,103 @@ def test_it_needs_derivatives() -> None:
         LikelihoodRatio("auto", baseline="none")
     with pytest.raises(ValueError, match="sigma must be a number, None or 'auto', not 'best'"):
         LikelihoodRatio("best")  # type: ignore[arg-type]
+
+
+def test_the_noise_is_the_same_at_all_sigmas_and_for_all_chunks() -> None:
+    """A linear loss has the same derivative along it at every sigma, however rows are split."""
+    torch.manual_seed(4)
+    x, y = torch.randn(8, 4).double(), torch.zeros(8).double()
+    seen: dict[int, list[Tensor]] = {}
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(4, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.target(x).sum(1)
+
+    original = automatic_sigma.relative_errors
+    for chunk in (3, 7, 1000):
+        found = seen[chunk] = []
+
+        def record(odd: Tensor, even: Tensor, found: list[Tensor] = found) -> list[float]:
+            found.append(odd)
+            return original(odd, even)
+
+        model = Linear()
+        group = Group(model.target, LikelihoodRatio("auto"), 4, name="g")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(automatic_sigma, "relative_errors", record)
+            ForwardGradient(model, take, group, chunk=chunk).estimate(x, y)
+    ratios = seen[1000][0] / (seen[1000][0][:, :1])
+    torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios), rtol=1e-3, atol=0)
+    for chunk in (3, 7):
+        torch.testing.assert_close(seen[chunk][0], seen[1000][0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("queries", "draws"), [(4, 8), (16, 32), (200, 128)])
+def test_a_staircase_is_searched_with_at_most_a_quarter_of_the_queries(
+    queries: int, draws: int
+) -> None:
+    """Rows of a round: few draws, then many, each at five sigmas with both signs."""
+    torch.manual_seed(5)
+    x, y = torch.randn(8, 4).double(), torch.zeros(8).double()
+
+    class Stairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(4, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.target(x) * 20).round().sum(1)
+
+    model, rows = Stairs(), list[int]()
+    original = automatic_sigma.relative_errors
+
+    def record(odd: Tensor, even: Tensor) -> list[float]:
+        rows.append(len(odd))
+        return original(odd, even)
+
+    group = Group(model.target, LikelihoodRatio("auto"), queries, name="g")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(automatic_sigma, "relative_errors", record)
+        ForwardGradient(model, take, group).estimate(x, y)
+    assert set(rows) == {4, draws}
+
+
+def test_rounding_is_that_of_the_numbers_themselves() -> None:
+    torch.manual_seed(6)
+    exact = torch.randn(100_000, dtype=torch.float64) * 3
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        lost = exact.to(dtype).double() - exact
+        assert rounding(exact.to(dtype)) == pytest.approx(float(lost.square().mean()), rel=0.02)
+    assert rounding(torch.zeros(3)) == 0
+
+
+@pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")  # of the sweep
+def test_noise_that_is_rounded_when_it_is_added_is_seen() -> None:
+    """Rounding is symmetric, so a loss in single precision right behind it does not show it."""
+    torch.manual_seed(7)
+    model = nn.Linear(4, 10).bfloat16()
+    with torch.no_grad():
+        model.weight.mul_(8)
+    x, y = torch.randn(32, 4).bfloat16(), torch.randint(10, (32,))
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.float(), targets, reduction="none")
+
+    truth = flat(exact(copy.deepcopy(model).float(), loss_fn, x.float(), y)).double()
+
+    def quality(sigma: float | str) -> float:
+        group = Group(model, LikelihoodRatio(sigma), 40, name="g")  # type: ignore[arg-type]
+        found = []
+        for seed in range(3):
+            model.zero_grad()
+            ForwardGradient(model, loss_fn, group, seed=seed).estimate(x, y)
+            found.append(cosine(flat(gradients(model)).double(), truth))
+        return sum(found) / 3
+
+    best = max(quality(sigma) for sigma in (0.01, 0.03, 0.1, 0.3, 1.0))
+    assert quality("auto") > 0.97 * best
+    assert quality(0.003) < 0.9 * best

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flops.perturb.activations import Site
-from flops.subspace.basis import Change, Factor, Grid, Moments, grid, leading
+from flops.subspace.basis import NARROW, Change, Factor, Grid, Moments, grid, leading
 
 DENSE = 2048  # longest axis with a full matrix
 LEADING = 256  # directions
@@ -40,6 +40,19 @@ def test_lift_and_coordinates_are_adjoint(channels_first: bool) -> None:
     )
     assert float(directions.energy.sum()) == pytest.approx(1)
     assert directions.energy.tolist() == sorted(directions.energy.tolist(), reverse=True)
+
+
+@pytest.mark.parametrize("channels_first", [True, False])
+@pytest.mark.parametrize("channels", [1, NARROW, NARROW + 1])
+def test_few_channels_share_a_product_with_the_same_result(
+    channels: int, channels_first: bool
+) -> None:
+    g = Grid(0, 20, channels, channels_first)
+    basis = leading([g], random_moments([g]), g.size)
+    rows, (u,), (v,) = torch.randn(3, g.size).double(), basis.positions, basis.channels
+    full = torch.einsum("pk,npc,cl->nkl", u, g.cut(rows), v)
+    torch.testing.assert_close(basis.coordinates(rows), full[:, basis.row, basis.column])
+    torch.testing.assert_close(basis.lift(basis.coordinates(rows)), rows)
 
 
 def sketch(size: int, values: list[float], trace: float) -> Factor:

@@ -10,6 +10,16 @@ relative to the derivatives. (Antithetic pairs cancel it; for them the choice is
 of a few points is run at five sigmas, before the queries of the step: on a coarse grid until its
 middle is the best, then on a fine one. The search is repeated every `EVERY` steps, because training
 moves both bounds. Its rows are charged like others.
+
+What both signs have in common does not show that noise itself is rounded when it is added to an
+output of half precision. With outputs a that are u(a) apart from the next number, a derivative is
+wrong by the root mean square of u / sqrt(12) over sigma; that is added to the error.
+
+A quantised model is a staircase. Below the width of a step, both losses change by whole steps that
+have nothing to do with each other: the error r is as large as the derivative, sometimes less by
+chance. And the best sigma, where steps average out, is not far from curvature. If no error of the
+first draws is small, or most of them changed nothing, the search goes on with many draws, and with
+the error relative to the derivative without its own part of the steps, r / sqrt(1 - r^2).
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from flops.estimators.base import (
     Estimate,
@@ -34,12 +45,19 @@ from flops.estimators.base import (
     Sink,
 )
 from flops.estimators.shaped_activations import ActivationNoise
+from flops.passes.replay import Edit
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import signed
 from flops.perturb.random import NoiseStream
 
 Auto = Literal["auto"]
 POINTS = 4  # with one draw each
+DRAWS = 128  # where these do not tell sigmas apart, at most
+SHARE = 0.25  # of the step's queries, at most: each draw is run at all sigmas with both signs
+UNCLEAR = 0.1  # error above which they do not
+LARGEST = 0.999  # error that leaves a derivative
+WITHOUT = 1 / math.sqrt(1 - LARGEST**2)
+MORE = -1  # the decision to draw more
 COARSE, FINE = 10.0, 10**0.5  # ratio of neighbouring sigmas in the first search, and later
 ROUNDS = 8  # of a search
 SIDE = 2  # sigmas on either side of the present one
@@ -64,6 +82,13 @@ def relative_errors(odd: Tensor, even: Tensor) -> list[float]:
     """
     over, under = (x.double().square().sum(0).sqrt() for x in (even, odd))
     return torch.where(under > 0, over / under.clamp(min=1e-300), torch.inf).tolist()
+
+
+def rounding(outputs: Tensor) -> float:
+    """Mean square of what is lost when numbers of this size and type are rounded: u^2 / 12."""
+    _, exponents = torch.frexp(outputs.detach().float())
+    units = torch.finfo(outputs.dtype).eps * torch.exp2(exponents.double() - 1)
+    return float((units * (outputs != 0)).square().mean()) / 12  # noise on 0 is not rounded
 
 
 class SigmaSearch(Estimation):
@@ -91,14 +116,14 @@ class SigmaSearch(Estimation):
         self._powers = torch.arange(-SIDE, SIDE + 1, dtype=torch.float64)
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self.width = 2
-        counts = torch.zeros(queries.size, dtype=torch.long)
-        places = torch.linspace(0, queries.size - 1, min(POINTS, queries.size)).round().long()
-        counts[places] = 2 * len(self._powers)
-        self._counts = counts
+        self._counts = self._spread(POINTS, 1)
         self._found: Estimation | None = None
-        ones, device = [1] * queries.size, binding.sites[0].leaf.device
+        self._many = False
+        self._rounding: dict[int, tuple[float, int]] = {}
+        ones = [1] * queries.size
+        self._device = binding.sites[0].leaf.device
         key = (*queries.key, KEY)
-        self._stream = NoiseStream("gaussian", key, queries.ids, ones, binding.size, device)
+        self._stream = NoiseStream("gaussian", key, queries.ids, ones, binding.size, self._device)
 
     @property
     def found(self) -> Estimation:
@@ -114,12 +139,41 @@ class SigmaSearch(Estimation):
         """The same noise at every sigma, with both signs."""
         if self._found is not None:
             return self._found.ask(rows)
-        points = rows.points[::2]
-        z = self._stream.rows(points, torch.zeros_like(points)).to(self.dtype)
-        z = z * (self._ratio ** self._powers[rows.draws[::2]]).to(z).unsqueeze(1)
+        sigmas = len(self._powers)
+        pairs = torch.stack([rows.points[::2], rows.draws[::2] // sigmas])
+        (points, draws), places = torch.unique_consecutive(pairs, return_inverse=True, dim=1)
+        z = self._stream.rows(points, draws).to(self.dtype)[places.to(self._device)]
+        z = z * (self._ratio ** self._powers[rows.draws[::2] % sigmas]).to(z).unsqueeze(1)
         with torch.inference_mode():
             edits = self._binding.edits(signed(z, 2), self._sigma)
-        return Perturbation(self._binding.query_prefix, edits=edits, evaluate=_finite)
+        watched = {number: self._watched(number, edit) for number, edit in edits.items()}
+        return Perturbation(self._binding.query_prefix, edits=watched, evaluate=_finite)
+
+    def _watched(self, number: int, edit: Edit) -> Edit:
+        """An edit that measures the rounding of the outputs, once."""
+
+        def run(out: Any) -> Any:
+            if number not in self._rounding:
+                values, _ = tree_flatten(out)
+                sites = [site for site in self._binding.sites if site.call == number]
+                found = [rounding(values[site.leaf_index]) for site in sites]
+                sizes = [site.size for site in sites]
+                self._rounding[number] = (
+                    sum(a * n for a, n in zip(found, sizes, strict=True)),
+                    sum(sizes),
+                )
+            return edit(out)
+
+        return run
+
+    def _with_rounding(self, errors: list[float]) -> list[float]:
+        """Errors with that of rounded noise added."""
+        squares, sizes = (sum(x) for x in zip(*self._rounding.values(), strict=True))
+        sigmas = [self._sigma * self._ratio ** float(power) for power in self._powers]
+        return [
+            math.hypot(error, math.sqrt(squares / sizes) / sigma)
+            for error, sigma in zip(errors, sigmas, strict=True)
+        ]
 
     def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Odd and even part of the change of the losses."""
@@ -137,15 +191,22 @@ class SigmaSearch(Estimation):
             return
         odd, even = values.view(-1, len(self._powers), 2).unbind(2)
         errors = relative_errors(odd, even)
-        best = min(range(len(errors)), key=lambda i: errors[i])
-        unseen = math.isinf(errors[best])  # all noise was rounded away, or nothing depends on it
-        if unseen and self._first and self._sigma < FARTHEST * self._start:
-            best = len(errors) - 1
-        elif not errors[best] < BETTER * errors[SIDE]:
-            best = SIDE
+        if self._many:
+            errors = [_without_steps(error) for error in errors]
+        if self._rounding:  # on a rank with rows
+            errors = self._with_rounding(errors)
+        unseen = math.isinf(min(errors))  # all noise was rounded away, or nothing depends on it
+        best = self._best(errors, odd, unseen)
         best = int(runner.max(torch.tensor(float(best))))  # ranks may round differently
         if self._queries.decide is not None:
             best = self._queries.decide("sigma", best)
+        if best == MORE:
+            self._many = True
+            few = max(SHARE * int(self._queries.counts.sum()), 2 * POINTS)
+            most = math.ceil(min(DRAWS, few))
+            some = min(most, self._queries.size)
+            self._counts = self._spread(some, math.ceil(most / some))
+            return
         self._sigma *= self._ratio ** float(self._powers[best])
         self._rounds += 1
         if self._rounds < ROUNDS and (best != SIDE or self._ratio == COARSE):
@@ -169,6 +230,30 @@ class SigmaSearch(Estimation):
     def finish(self) -> Estimate:
         """Statistics of the queries at the best sigma."""
         return self.found.finish()
+
+    def _spread(self, points: int, draws: int) -> Tensor:
+        """Rows of each point: some draws of some points, at all sigmas and with both signs."""
+        size = self._queries.size
+        counts = torch.zeros(size, dtype=torch.long)
+        places = torch.linspace(0, size - 1, min(points, size)).round().long()
+        counts[places] = 2 * len(self._powers) * draws
+        return counts
+
+    def _best(self, errors: list[float], odd: Tensor, unseen: bool) -> int:
+        """Number of the sigma to go to, or MORE."""
+        best = min(range(len(errors)), key=lambda i: errors[i])
+        if unseen:
+            far = self._sigma >= FARTHEST * self._start
+            return SIDE if far or not self._first else len(errors) - 1
+        still = int((odd[:, best] == 0).sum())
+        if not self._many and (errors[best] > UNCLEAR or 2 * still > len(odd)):
+            return MORE
+        return best if errors[best] < BETTER * errors[SIDE] else SIDE
+
+
+def _without_steps(error: float) -> float:
+    """Relative to the derivative alone; in the old order where no derivative is left."""
+    return error / math.sqrt(1 - error**2) if error < LARGEST else error * WITHOUT
 
 
 def _finite(run: Callable[..., Tensor]) -> RowResults:

@@ -1,1 +1,1 @@
-"""Forward learning inside other libraries: the Trainer of transformers, and adapters of PEFT."""
+"""Forward learning inside other libraries: transformers, PEFT and ONNX Runtime."""

@@ -28,6 +28,7 @@ from flops.perturb.random import CPU, Kind, fill
 DENSE = 2048  # longest axis with a full matrix
 SKETCH = 128  # eigenpairs of a longer one
 FRESH = 16  # random directions added to a sketch
+NARROW = 16  # channels up to which rows share a product
 LEADING = 256  # minimum of directions with their own energy; the others share the rest
 
 
@@ -344,7 +345,7 @@ class Basis:
             if len(mine):
                 full = c.new_zeros(len(c), u.size(1) * v.size(1))
                 full[:, self.row[mine] * v.size(1) + self.column[mine]] = c[:, mine]
-                g.paste(rows, u @ full.view(-1, u.size(1), v.size(1)) @ v.T)
+                g.paste(rows, _along(u, full.view(-1, u.size(1), v.size(1))) @ v.T)
         return rows
 
     def coordinates(self, rows: Tensor) -> Tensor:
@@ -353,9 +354,21 @@ class Basis:
         for s, (g, u, v) in enumerate(zip(self.grids, self.positions, self.channels, strict=True)):
             mine = torch.nonzero(self.site == s).flatten()
             if len(mine):
-                full = (u.T @ g.cut(rows) @ v).flatten(1)
+                full = (_along(u.T, g.cut(rows)) @ v).flatten(1)
                 c[:, mine] = full[:, self.row[mine] * v.size(1) + self.column[mine]]
         return c
+
+
+def _along(matrix: Tensor, rows: Tensor) -> Tensor:
+    """The matrix times each row (n, positions, channels); with few channels, one product for all.
+
+    Otherwise a grey image would be a product of a matrix and a vector for every row.
+    """
+    n, positions, channels = rows.shape
+    if channels > NARROW:
+        return matrix @ rows
+    flat = rows.transpose(1, 2).reshape(-1, positions) @ matrix.T
+    return flat.view(n, channels, -1).transpose(1, 2)
 
 
 def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Basis:
