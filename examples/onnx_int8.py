@@ -185,9 +185,12 @@ def compare(models, data, options):
         def run(rate, seed, kind=kind, how=how):
             return train(models[kind], train_data, options.steps, rate, seed, how)
 
-        tried = {rate: accuracy(run(rate, CHOICE), validation) for rate in options.rates}
-        rate = max(tried, key=tried.get)
-        print(f"{arm}: validation {tried}, learning rate {rate}", flush=True)
+        rate = options.rates[0]
+        if len(options.rates) > 1 or options.validation:
+            tried = {rate: accuracy(run(rate, CHOICE), validation) for rate in options.rates}
+            rate = max(tried, key=tried.get)
+            shown = ", ".join(f"{value:.1f} at {key}" for key, value in tried.items())
+            print(f"{arm}: validation accuracy {shown}", flush=True)
         if options.validation:
             continue
         trained = [run(rate, seed) for seed in range(options.seeds)]
@@ -199,12 +202,12 @@ def compare(models, data, options):
         seconds = time.perf_counter() - begin
         found[arm] = rows[kind]
         shown = ", ".join(f"{box} {_mean(values)}" for box, values in rows.items())
-        print(f"{arm}: test accuracy {shown} ({rows}), {seconds:.0f} s", flush=True)
+        print(f"{arm}: test accuracy {shown}, {seconds:.0f} s", flush=True)
     if options.validation:
         return
     _, backward, forward = found.values()
     gaps = [a - b for a, b in zip(forward, backward, strict=True)]
-    print(f"forward in int8 minus backpropagation in float, by seed: {_mean(gaps)} ({gaps})")
+    print(f"forward in int8 minus backpropagation in float, by seed: {_mean(gaps)}")
 
 
 def sigmas(models, data, seeds):

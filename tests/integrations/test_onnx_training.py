@@ -13,7 +13,7 @@ from flops import JVP, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Sha
 from flops.errors import BackwardError
 from flops.integrations.onnxruntime import OnnxModule
 from flops.tasks.data.fashion import fashion_shots
-from tests.conftest import flat, gradients
+from tests.conftest import cosine, flat, gradients
 from tests.support.onnx_models import Counting, Logits, exported, images, quantised
 
 SHOTS = fashion_shots(shift=False)
@@ -128,7 +128,7 @@ def test_training_in_front_of_int8_raises_accuracy(int8: OnnxModule) -> None:
 
 def test_chunks_do_not_matter(int8: OnnxModule) -> None:
     x, y, found = faint(images(SHOTS.train))[:6], SHOTS.train.labels[:6], []
-    for chunk in (5, 1000):
+    for chunk in (37, 1000):
         model = Adapted(int8)
         ForwardGradient(model, loss, groups(), seed=0, chunk=chunk).estimate(x, y)
         found.append(flat(gradients(model)))
@@ -169,27 +169,27 @@ def test_backpropagation_through_it_says_why_not(int8: OnnxModule) -> None:
 
 
 def test_automatic_sigma_is_near_the_best_of_a_sweep(original: Logits, int8: OnnxModule) -> None:
-    """By the cosine to the exact gradient of the float model, over points."""
-    x, y = faint(images(SHOTS.train))[:64], SHOTS.train.labels[:64]
-
-    def deltas(sigma: float | str) -> tuple[float, float]:
-        """Cosine of the gradients at the pixels, by one row-wise map, and the sigma used."""
-        model = Shifted(int8)
-        noise = LikelihoodRatio(sigma, baseline="antithetic", shaping=Shaping())  # type: ignore[arg-type]
-        fg = ForwardGradient(model, loss, Group("shift", noise, 20, name="g"), seed=0)
-        for _ in range(3):
-            model.zero_grad()
-            fg.estimate(x, y)
-        found = flat(gradients(model))
-        chosen = fg.memory["g"].get("sigma", (0.0,))[0]
-        return float(F.cosine_similarity(found, exact, 0)), chosen
-
+    """By the cosine to the exact gradient of the float model."""
+    x, y = faint(images(SHOTS.train))[:BATCH], SHOTS.train.labels[:BATCH]
     float_model = Shifted(original)
     loss(float_model(x), y).mean().backward()
     exact = flat(gradients(float_model))
-    found, sigma = deltas("auto")
-    swept = {s: deltas(s)[0] for s in (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)}
-    assert found > 0.95 * max(swept.values()), (sigma, found, swept)
+
+    def mean_cosine(sigma: float | str) -> float:
+        total = 0.0
+        for seed in range(2):
+            model = Shifted(int8)
+            noise = LikelihoodRatio(sigma, shaping=Shaping())  # type: ignore[arg-type]
+            fg = ForwardGradient(model, loss, Group("shift", noise, 20), seed=seed)
+            for _ in range(2):
+                model.zero_grad()
+                fg.estimate(x, y)
+            total += cosine(flat(gradients(model)), exact) / 2
+        return total
+
+    found = mean_cosine("auto")
+    swept = {sigma: mean_cosine(sigma) for sigma in (1e-3, 0.03, 0.1, 0.3)}
+    assert found > 0.95 * max(swept.values()), (found, swept)
     assert swept[1e-3] < 0.5 * found  # the default of float models
 
 
