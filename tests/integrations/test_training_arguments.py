@@ -86,7 +86,8 @@ def test_dropout_is_off_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_bfloat16_is_autocast_with_a_sigma_to_match(tmp_path: Path) -> None:
     ours = trainer(language_model(), arguments(tmp_path, bf16=True, max_steps=2))
-    assert ours.method.sigmas[0] == pytest.approx(12 * torch.finfo(torch.bfloat16).eps)
+    plain = trainer(language_model(), arguments(tmp_path, bf16=True), method="lr")
+    assert plain.method.sigmas[0] == pytest.approx(12 * torch.finfo(torch.bfloat16).eps)
     before, seen = weights(ours.model), set()
     layer = ours.model.model.layers[0].mlp.gate_proj
     layer.register_forward_hook(lambda _, args, out: seen.add(out.dtype))
@@ -100,7 +101,7 @@ def test_a_model_in_half_precision(tmp_path: Path) -> None:
     ours = trainer(language_model().to(torch.bfloat16), arguments(tmp_path, max_steps=2))
     before = weights(ours.model)
     ours.train()
-    assert ours.method.sigmas[0] > 0.09
+    assert all(found["sigma"][0] > 3e-3 for found in ours.engine.memory.values())
     assert moved(before, weights(ours.model))
 
 

@@ -43,7 +43,7 @@ def printed(capsys, *arguments: str) -> FinetuneConfig:
 
 
 def test_a_config_survives_json() -> None:
-    config = small(sigma=(1e-5, 0.1 + 0.2, 1e-3), marks=(10.0, 1e6), epochs=None, budget=1 / 3)
+    config = small(sigma=(1e-5, 0.1 + 0.2), marks=(10.0, 1e6), epochs=None, budget=1 / 3)
     assert FinetuneConfig(**json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -61,7 +61,7 @@ def test_a_config_survives_json() -> None:
         ({"epochs": None}, "set epochs, budget or steps"),
         ({"learning_rate": float("nan")}, "learning_rate must be a finite number, not nan"),
         ({"marks": [0]}, "marks must be greater than 0"),
-        ({"sigma": [1e-3, 1e-3]}, r"one value or one per stage \(3\)"),
+        ({"sigma": [1e-3, 1e-3, 1e-3]}, r"one value or one per stage \(2\)"),
         ({"chunk": 1}, "chunk must be at least 2, or None, not 1"),
         ({"splits": ["test"]}, "splits are given as train=NAME"),
         ({"splits": ["dev=train"]}, "splits are given as train=NAME"),

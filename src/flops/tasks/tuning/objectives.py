@@ -137,7 +137,7 @@ class CommandObjective:
                 words,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
                 env=os.environ | {"FLOPS_KEY": key},
                 start_new_session=True,  # so that what it starts ends with it
             )
