@@ -58,6 +58,7 @@ def project(tmp_path: Path) -> Path:
     for folder in ("scripts", "src/flops/estimators", "tests/estimators", "tests/support"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(SCRIPT, tmp_path / "scripts")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")  # names start here
     for path in ("src/flops/__init__.py", "src/flops/estimators/__init__.py", "tests/conftest.py"):
         (tmp_path / path).write_text("", encoding="utf-8")
     (tmp_path / "src/flops/estimators/mean.py").write_text(SOURCE.lstrip(), encoding="utf-8")
