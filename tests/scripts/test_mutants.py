@@ -82,6 +82,7 @@ def listed(project: Path, title: str) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.slow
 def test_a_small_package(project: Path) -> None:
     shown = run(project)
     assert "3 tests, 1 fail anyway" in shown
