@@ -175,8 +175,10 @@ def train(frozen, data, steps, rate, seed, how):
 def compare(models, data, options):
     """One table: each arm with its learning rate, accuracies in float and int8, and differences."""
     train_data, validation, test = data
-    frozen = [accuracy(Adapted(models[kind]), validation) for kind in ("float", "int8")]
-    print("not adapted: validation accuracy float {:.1f}, int8 {:.1f}".format(*frozen))
+    before = images(fashion_shots(shift=False).validation), validation[1]
+    for name, split in (("before the change", before), ("not adapted", validation)):
+        frozen = [accuracy(Adapted(models[kind]), split) for kind in ("float", "int8")]
+        print(f"{name}: validation accuracy float {frozen[0]:.1f}, int8 {frozen[1]:.1f}")
     found = {}
     arms = {
         "head alone, backpropagation, float": ("float", "head"),
