@@ -193,7 +193,7 @@ def plot(path: Path, results: Results, title: str = "") -> None:
         length = min(map(len, curves))
         cost = np.mean([[e["forward_equivalents"] for e in c[:length]] for c in curves], axis=0)
         score = 100 * np.array([[e["accuracy"] for e in c[:length]] for c in curves])
-        shown = cost > 0
+        shown = np.array([e["step"] > 0 for e in curves[0][:length]])  # the axis is logarithmic
         ahead = kind.name in (BP, "shaped-lr")
         (line,) = axis.plot(
             cost[shown],
