@@ -42,7 +42,7 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
         "curve": 3,
         "budget": 1_900.0,
         "seeds": 3,
-        "learning_rates": (2e-5, 2e-4, 2e-3, 1e-2),
+        "learning_rates": (5e-6, 2e-5, 2e-4, 2e-3, 1e-2),
         "sigmas": (1e-3,),  # that of MeZO's authors; shaped-lr finds its own
         "validation_points": 200,
         "batch": 8,
