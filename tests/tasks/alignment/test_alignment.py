@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from flops import ForwardGradient, Group, LikelihoodRatio
+from flops.errors import FlopsError
 from flops.tasks.alignment.adapter import AlignmentModel, identity_loss
 from flops.tasks.alignment.config import AlignConfig
+from flops.tasks.alignment.language import PrefixLanguage
 from flops.tasks.alignment.models import Language, load_encoder, load_language
 from flops.tasks.alignment.task import Alignment
 from flops.tasks.data.captions import (
@@ -21,6 +23,7 @@ from flops.tasks.data.captions import (
 )
 from flops.tasks.data.fashion import CLASSES
 from flops.tasks.data.images import FASHION_CLASSES
+from flops.training.config import ConfigError
 from flops.training.trainer import Trainer
 
 WIDTH = 64
@@ -48,7 +51,7 @@ def model_of(
     opening = torch.tensor([], dtype=torch.long)
     if instruction is not None:
         opening = language.prefix_tokens(instruction)
-    model = AlignmentModel(language.model, WIDTH, opening, tokens)
+    model = AlignmentModel(PrefixLanguage(language.model, opening), WIDTH, tokens)
     model.reset_adapter(torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(2)), seed=0)
     return model.eval()
 
@@ -61,8 +64,8 @@ def plain_losses(
     for feature, caption, mask in zip(*given.values(), strict=True):
         caption = caption[mask.bool()]
         visual = model.adapter(feature).view(model.tokens, -1)
-        whole = torch.cat([model.words(opening), visual, model.words(caption)])
-        logits = model.language(inputs_embeds=whole[None], use_cache=False).logits[0]
+        whole = torch.cat([model.language.words(opening), visual, model.language.words(caption)])
+        logits = model.language.model(inputs_embeds=whole[None], use_cache=False).logits[0]
         start = len(opening) + model.tokens - 1
         steps = [F.cross_entropy(logits[start + t], token) for t, token in enumerate(caption)]
         losses.append(torch.stack(steps).mean())
@@ -111,7 +114,7 @@ def test_the_language_model_is_frozen_and_the_adapter_is_not(language: Language)
     assert not any(module.training for module in model.modules())
     model(**inputs(language)).mean().backward()
     assert model.adapter.weight.grad is not None
-    assert model.words.weight.grad is None
+    assert model.language.words.weight.grad is None
 
 
 def test_a_fresh_adapter_speaks_as_loud_as_words(language: Language) -> None:
@@ -122,7 +125,8 @@ def test_a_fresh_adapter_speaks_as_loud_as_words(language: Language) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     with torch.no_grad():
         loud = (
-            model.adapter(features).pow(2).mean().sqrt() / model.words.weight.pow(2).mean().sqrt()
+            model.adapter(features).pow(2).mean().sqrt()
+            / model.language.words.weight.pow(2).mean().sqrt()
         )
     assert 0.8 < float(loud) < 1.2
 
@@ -216,3 +220,16 @@ def test_captions_follow_other_words_and_end_as_configured() -> None:
     assert lines[1] == "scarf this is a scarf."
     assert len(lines) == len(TEMPLATES)
     assert not set(EXAMPLES) & set(CLASSES)
+
+
+def test_llama_cpp_wants_a_forward_method_and_a_gguf_file() -> None:
+    with pytest.raises(ConfigError, match=r"llama\.cpp has no backward pass"):
+        AlignConfig(engine="llama-cpp", method="bp")
+    with pytest.raises(FlopsError, match=r"llama\.cpp reads GGUF files"):
+        Trainer(AlignConfig(engine="llama-cpp", language="bundled"))
+
+
+def test_sigma_is_found_above_the_rounding_of_llama_cpp_only() -> None:
+    assert AlignConfig().recipe().sigmas == (1e-3,)
+    assert AlignConfig(engine="llama-cpp").rounded
+    assert not AlignConfig(engine="llama-cpp", sigma=(0.1,)).rounded

@@ -12,6 +12,7 @@ from flops.training.config import FromList, PositiveFloat, PositiveInt, RunConfi
 from flops.training.methods import Method
 
 AlignMethod = Literal["bp", "lr", "ops-lr", "ops-spsa", "shaped-lr"]
+Engine = Literal["torch", "llama-cpp"]
 AlignPreset = Literal["tiny", "smollm2", "paper"]
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
@@ -51,8 +52,8 @@ class AlignConfig(RunConfig):
     """Gradient estimator; bp is backpropagation, for comparison."""
     queries: PositiveFloat = 60.0
     """Mean queries per point."""
-    sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = (1e-3,)
-    """Noise scale."""
+    sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = None
+    """Noise scale; None is 1e-3, or with llama.cpp a scale above its rounding, found by itself."""
     epochs: PositiveInt | None = 12
     """Epochs; None for no limit but the budget."""
     learning_rate: PositiveFloat = 1e-3
@@ -68,6 +69,8 @@ class AlignConfig(RunConfig):
     """The bundled tiny ViT, a vision model id of the hub, or a folder."""
     language: str = "bundled"
     """The bundled tiny Llama, smollm2, a GGUF file, a causal model id of the hub, or a folder."""
+    engine: Engine = "torch"
+    """What runs the language model; llama-cpp reads GGUF files and keeps them quantised."""
     pictures: str | None = None
     """Folder of the images that a .json file refers to; None is the folder of the file."""
     instruction: str = INSTRUCTION
@@ -89,4 +92,15 @@ class AlignConfig(RunConfig):
 
     def recipe(self) -> Method:
         """The method with these options: the adapter is a single stage."""
-        return Method(self.method, self.queries, self.sigma, stages=1, noise=self.noise)
+        if self.engine == "llama-cpp" and self.method == "bp":
+            raise ValueError(
+                "llama.cpp has no backward pass: choose a forward method, such as shaped-lr, or "
+                "engine torch"
+            )
+        sigma = (1e-3,) if self.sigma is None and not self.rounded else self.sigma
+        return Method(self.method, self.queries, sigma, stages=1, noise=self.noise)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether sigma must be found above the rounding of the engine."""
+        return self.engine == "llama-cpp" and self.sigma is None and self.method != "ops-spsa"

@@ -9,12 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flops.integrations.llama_cpp import LlamaCppModule
+from flops.tasks.alignment.adapter import LanguageReader
+from flops.tasks.alignment.language import PrefixLanguage
 from flops.tasks.data.pixels import ImageFormat
-from flops.tasks.models.language import Language, load_language, loading, smollm2_file
+from flops.tasks.models.language import (
+    Language,
+    load_gguf,
+    load_language,
+    loading,
+    smollm2_file,
+)
 from flops.tasks.models.untrusted import check_all_weights_loaded, check_no_kernels
 from flops.tasks.models.vit import bundled_vit, image_format
 
-__all__ = ["Encoder", "Language", "load_encoder", "load_language", "smollm2_file"]
+__all__ = [
+    "Encoder",
+    "Language",
+    "load_encoder",
+    "load_gguf",
+    "load_language",
+    "reader",
+    "smollm2_file",
+]
 
 _ENCODERS = "'bundled', the path of a folder with config.json and weights, or a Hugging Face id"
 
@@ -68,3 +85,17 @@ def load_encoder(name: str = "bundled") -> Encoder:
 
     pooled = paired or hasattr(vision, "post_layernorm")
     return Encoder(vision, image_format(name), features)
+
+
+def reader(language: Language, prefix: Tensor, rows: int) -> LanguageReader:
+    """The language model after a prefix, in the engine that it was loaded in.
+
+    Args:
+        language: The language model.
+        prefix: Tokens before the visual ones, (P,); may be empty.
+        rows: Rows per pass of llama.cpp.
+    """
+    model = language.model
+    if isinstance(model, LlamaCppModule):
+        return LlamaCppModule(model.path, prefix=prefix, rows=rows)
+    return PrefixLanguage(model, prefix)

@@ -17,11 +17,12 @@ from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.rows import Ranks
 from flops.errors import FlopsError
+from flops.integrations.llama_cpp_context import MOST_ROWS
 from flops.perturb.random import generator
 from flops.storage.disk import filling
 from flops.tasks.alignment.adapter import AlignmentModel, identity_loss
 from flops.tasks.alignment.config import AlignConfig
-from flops.tasks.alignment.models import Encoder, load_encoder, load_language
+from flops.tasks.alignment.models import Encoder, load_encoder, load_gguf, load_language, reader
 from flops.tasks.alignment.report import Sample, write_report
 from flops.tasks.data.pairs import PairSplit, load_pairs
 from flops.tasks.data.splits import BrokenImageError
@@ -67,7 +68,8 @@ class Alignment:
         self.config, self.device = config, device
         try:
             encoder = load_encoder(config.encoder)
-            self.language = load_language(config.language, config.ending)
+            load = load_gguf if config.engine == "llama-cpp" else load_language
+            self.language = load(config.language, config.ending)
             self.pairs = load_pairs(
                 config.data,
                 encoder.format,
@@ -85,9 +87,8 @@ class Alignment:
         """A new adapter and the language model."""
         config, features = self.config, self.data.train.features
         opening = self.language.prefix_tokens(config.instruction)
-        opening = opening.to(next(self.language.model.parameters()).device)
-        width = features.size(1)
-        model = AlignmentModel(self.language.model, width, opening, config.visual_tokens)
+        language = reader(self.language, opening, min(config.chunk or ROWS, MOST_ROWS))
+        model = AlignmentModel(language, features.size(1), config.visual_tokens)
         model.reset_adapter(features, config.seed)
         return model.to(self.device).eval()
 
@@ -140,7 +141,7 @@ class Alignment:
         groups = [
             Group(
                 self.model.adapter if method.name != "bp" else self.model,
-                estimator(method, method.sigmas[-1]),
+                estimator(method, "auto" if config.rounded else method.sigmas[-1]),
                 method.queries,
                 name="adapter",
             )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flops.integrations.llama_cpp import LlamaCppModule
 from flops.optional import require
 from flops.tasks.models.untrusted import check_all_weights_loaded, check_no_kernels, explain
 
@@ -100,18 +101,54 @@ def load_language(
     if name == "bundled":
         asset = importlib.resources.files("flops.tasks") / "assets" / "tiny-llama"
         with importlib.resources.as_file(asset) as folder:
-            return _language(str(folder), ending, head)
+            return _language(str(folder), None, ending, head)
+    path = _gguf_file(name)
+    if path is None:
+        return _language(name, None, ending, head)
+    return _language(*_place(path), ending, head)
+
+
+def load_gguf(name: str, ending: str = "") -> Language:
+    """Load a GGUF file in llama.cpp, as it is quantised, with its tokenizer.
+
+    Args:
+        name: "smollm2", a GGUF file, or a folder with one.
+        ending: Text that ends a caption; empty for the tokenizer's end-of-sequence token.
+
+    Raises:
+        ImportError: llama-cpp-python, transformers, gguf or accelerate is not installed.
+        OSError: The file is not there.
+        ValueError: It is not a GGUF file.
+        LlamaCppError: llama.cpp cannot load it.
+    """
+    path = _gguf_file(name)
+    if path is None:
+        raise ValueError(
+            f"llama.cpp reads GGUF files: give 'smollm2' (after `make real-models`) or the path of "
+            f"one, not {name!r}"
+        )
+    model = LlamaCppModule(path)
+    return Language(model, _language(*_place(path), ending, None).tokenizer, ending)
+
+
+def _gguf_file(name: str) -> Path | None:
+    """The GGUF file of a name, if it is one of them."""
     path = smollm2_file() if name == "smollm2" else Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         path = files[0] if len(files) == 1 else path
-    if path.suffix == ".gguf" and not path.is_dir():
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}: give {LANGUAGES}")
-        for module in ("gguf", "accelerate"):
-            require(module, "llm")
-        return _language(str(path.parent), ending, head, path.name)
-    return _language(name, ending, head)
+    if path.suffix != ".gguf" or path.is_dir():
+        return None
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: give {LANGUAGES}")
+    return path
+
+
+def _place(path: Path) -> tuple[str, str]:
+    """Folder and name of a GGUF file, as transformers wants them."""
+    for module in ("gguf", "accelerate"):
+        require(module, "llm")
+    return str(path.parent), path.name
 
 
 @dataclass(frozen=True)
@@ -153,7 +190,8 @@ def _name(key: Any) -> str:
     return str(key[0] if isinstance(key, tuple) else key)
 
 
-def _language(name: str, ending: str, head: _Head, gguf: str | None = None) -> Language:
+def _language(name: str, gguf: str | None, ending: str, head: _Head | None) -> Language:
+    """A model, empty without a head, and its tokenizer."""
     options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
     bare = gguf is not None
     with loading(name, LANGUAGES, "causal language model", bare=bare) as (transformers, source):
@@ -164,7 +202,7 @@ def _language(name: str, ending: str, head: _Head, gguf: str | None = None) -> L
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=False, **options
         )
-        model = head.load(transformers, source, options)
+        model = nn.Module() if head is None else head.load(transformers, source, options)
     return Language(model.eval().requires_grad_(False), tokenizer, ending)
 
 

@@ -1,0 +1,225 @@
+"""Sequences in llama.cpp: a shared prefix of tokens, then vectors, then tokens, for many rows.
+
+Keys and values of the prefix are computed once and copied to every sequence; after a pass they are
+all that remains. Keys and values are stored in float32: in llama.cpp's default, float16, small
+noise would be rounded away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flops.errors import FlopsError
+from flops.optional import require
+
+MOST_ROWS = 256  # sequences of a context of llama.cpp
+_ERROR = 3  # level of its log
+_F32 = 0  # its type of tensors
+_PAGE = 256  # positions of a sequence are a multiple of this
+_PIECE = 512  # tokens that are computed at once: logits of all of them take memory
+
+Floats = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+
+class LlamaCppError(FlopsError):
+    """llama.cpp cannot load or run a model."""
+
+
+class LlamaContext:
+    """A GGUF model with the keys and values of its sequences; closed when it is collected.
+
+    Args:
+        path: A GGUF file.
+        prefix: Tokens at the beginning of every sequence.
+        rows: Sequences that are run at once.
+
+    Attributes:
+        width: Size of an input embedding.
+        vocabulary: Number of tokens.
+
+    Raises:
+        MissingPackageError: llama-cpp-python is not installed.
+        FileNotFoundError: There is no such file.
+        LlamaCppError: llama.cpp cannot load it.
+    """
+
+    def __init__(self, path: Path, prefix: Sequence[int], rows: int) -> None:
+        self._model: Any = None
+        self._context: Any = None
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}: give a GGUF file")
+        self._api: Any = require("llama_cpp", "llama-cpp")
+        self.rows, self._prefix = rows, tuple(prefix)
+        self._lock = threading.Lock()
+        with _Log(self._api) as log:
+            self._model = self._api.llama_model_load_from_file(
+                str(path).encode(), self._api.llama_model_default_params()
+            )
+        if not self._model:
+            raise LlamaCppError(f"llama.cpp cannot load {path}{log}")
+        self.width = int(self._api.llama_model_n_embd(self._model))
+        vocabulary = self._api.llama_model_get_vocab(self._model)
+        self.vocabulary = int(self._api.llama_vocab_n_tokens(vocabulary))
+        unknown = [t for t in self._prefix if not 0 <= t < self.vocabulary]
+        if unknown:
+            raise LlamaCppError(f"the model has {self.vocabulary} tokens, the prefix {unknown}")
+        self._room = (0, 0)
+
+    def __del__(self) -> None:
+        if getattr(self, "_context", None):
+            self._api.llama_free(self._context)
+        if getattr(self, "_model", None):
+            self._api.llama_model_free(self._model)
+
+    def run(self, embeddings: Floats, tokens: Tokens, wanted: Mask, threads: int) -> Floats:
+        """Next-token logits where wanted, in the order of the rows, (count, vocabulary).
+
+        Args:
+            embeddings: (B, N, width), with B at most `rows` and N at least 1.
+            tokens: (B, T).
+            wanted: After the embeddings and after each token, (B, 1 + T); at least one.
+            threads: Threads of llama.cpp.
+
+        Raises:
+            LlamaCppError: The run fails.
+        """
+        rows, vectors = embeddings.shape[:2]
+        length = int(np.flatnonzero(wanted.any(0))[-1])  # later tokens do not matter
+        first, rest = wanted[:, :1], wanted[:, 1 : 1 + length]
+        found = np.empty((int(wanted.sum()), self.vocabulary), dtype=np.float32)
+        places = wanted.ravel().cumsum().reshape(wanted.shape) - 1
+        start = len(self._prefix)
+        with self._lock:
+            self._reserve(start + vectors + length, rows * max(vectors, length), threads)
+            try:
+                marks = np.zeros((rows, vectors), dtype=bool)
+                marks[:, -1:] = first
+                self._decode(start, marks, embeddings=embeddings)
+                self._read(found, places[:, :1][first])
+                if length:
+                    self._decode(start + vectors, rest, tokens=tokens[:, :length])
+                    self._read(found, places[:, 1 : 1 + length][rest])
+            finally:
+                self._forget(rows)
+        return found
+
+    def _reserve(self, positions: int, batch: int, threads: int) -> None:
+        """Make room for sequences and batches of this length, with the prefix in all sequences."""
+        if positions > self._room[0] or batch > self._room[1]:
+            positions = max(-(-positions // _PAGE) * _PAGE, self._room[0])
+            self._open(positions, max(batch, len(self._prefix), self._room[1]), threads)
+        self._api.llama_set_n_threads(self._context, threads, threads)
+
+    def _open(self, positions: int, batch: int, threads: int) -> None:
+        if self._context:
+            self._api.llama_free(self._context)
+        api, self._context = self._api, None
+        self._room = (0, 0)
+        settings = api.llama_context_default_params()
+        settings.n_ctx, settings.n_seq_max = positions * self.rows, self.rows
+        settings.n_batch, settings.n_ubatch = batch, min(batch, _PIECE)
+        settings.n_threads = settings.n_threads_batch = threads
+        settings.type_k = settings.type_v = _F32
+        settings.flash_attn_type = 0  # rounds to float16
+        settings.no_perf = True
+        with _Log(api) as log:
+            self._context = api.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise LlamaCppError(
+                f"llama.cpp has no room for {self.rows} sequences of {positions} tokens{log}; "
+                "choose fewer rows"
+            )
+        self._memory = api.llama_get_memory(self._context)
+        if self._prefix:
+            tokens = np.array([self._prefix], dtype=np.int32)
+            self._decode(0, np.zeros(tokens.shape, dtype=bool), tokens=tokens)
+            for row in range(1, self.rows):
+                api.llama_memory_seq_cp(self._memory, 0, row, -1, -1)
+        self._room = positions, batch
+
+    def _decode(
+        self,
+        start: int,
+        marks: Mask,
+        *,
+        tokens: Tokens | None = None,
+        embeddings: Floats | None = None,
+    ) -> None:
+        """Append vectors or tokens to the first sequences, with logits where marked, (rows, T)."""
+        rows, length = marks.shape
+        count = rows * length
+        positions = np.tile(np.arange(start, start + length, dtype=np.int32), rows)
+        ones, owners = np.ones(count, dtype=np.int32), np.arange(rows, dtype=np.int32)
+        first = owners.ctypes.data
+        own = np.repeat(first + 4 * np.arange(rows, dtype=np.uintp), length).astype(np.uintp)
+        wanted = marks.ravel().astype(np.int8)
+        batch = self._api.llama_batch()
+        batch.n_tokens = count
+        kept: list[Any] = [positions, ones, own, wanted]
+        if tokens is not None:
+            kept.append(np.ascontiguousarray(tokens, dtype=np.int32))
+            batch.token = _pointer(kept[-1], ctypes.c_int32)
+        if embeddings is not None:
+            kept.append(np.ascontiguousarray(embeddings, dtype=np.float32))
+            batch.embd = _pointer(kept[-1], ctypes.c_float)
+        batch.pos = _pointer(positions, ctypes.c_int32)
+        batch.n_seq_id = _pointer(ones, ctypes.c_int32)
+        batch.seq_id = ctypes.cast(own.ctypes.data, type(batch.seq_id))
+        batch.logits = _pointer(wanted, ctypes.c_int8)
+        with _Log(self._api) as log:
+            code = self._api.llama_decode(self._context, batch)
+        if code:
+            raise LlamaCppError(
+                f"llama.cpp could not run {rows} rows of {length} (code {code}){log}"
+            )
+
+    def _read(self, found: Floats, places: npt.NDArray[np.int64]) -> None:
+        """Copy the logits of the last pass to their places."""
+        if len(places):
+            pointer = self._api.llama_get_logits(self._context)
+            found[places] = np.ctypeslib.as_array(pointer, shape=(len(places), self.vocabulary))
+
+    def _forget(self, rows: int) -> None:
+        """Remove all but the prefix from the first sequences."""
+        if self._context:
+            for row in range(rows):
+                self._api.llama_memory_seq_rm(self._memory, row, len(self._prefix), -1)
+
+
+class _Log:
+    """Keeps errors of llama.cpp's log, which else goes to the standard error output."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self._said: list[str] = []
+
+    def __enter__(self) -> _Log:
+        def keep(level: int, text: bytes, data: object) -> None:
+            if level == _ERROR:
+                self._said.append(text.decode(errors="replace").strip())
+
+        self._callback = self._api.llama_log_callback(keep)
+        before, data = self._api.llama_log_callback(), ctypes.c_void_p()
+        self._api.llama_log_get(ctypes.byref(before), ctypes.byref(data))
+        self._before = before, data
+        self._api.llama_log_set(self._callback, None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._api.llama_log_set(*self._before)
+
+    def __str__(self) -> str:
+        return f": {self._said[0]}" if self._said else ""
+
+
+def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))

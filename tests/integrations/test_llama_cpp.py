@@ -1,0 +1,179 @@
+"""A language model in llama.cpp as a frozen module; needs `make real-models`."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flops import ForwardGradient, Group, LikelihoodRatio
+from flops.errors import BackwardError
+from flops.integrations.llama_cpp import LlamaCppError, LlamaCppModule
+from flops.tasks.alignment.adapter import AlignmentModel, identity_loss
+from flops.tasks.alignment.language import PrefixLanguage
+from flops.tasks.models.language import REAL_MODELS, SMOLLM2, Language, load_language
+
+ROOT = Path(__file__).parents[2]
+ROWS, VECTORS, LENGTH = 5, 2, 6
+needs_llama_cpp = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llama_cpp") is None
+        or not (ROOT / REAL_MODELS / SMOLLM2).is_dir(),
+        reason="run `make real-models` first",
+    ),
+]
+pytestmark = needs_llama_cpp
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Path:
+    return next((ROOT / REAL_MODELS / SMOLLM2).glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def dequantised(gguf: Path) -> Language:
+    """The same weights in float32, in torch."""
+    return load_language(str(gguf))
+
+
+@pytest.fixture(scope="module")
+def prefix(dequantised: Language) -> torch.Tensor:
+    return dequantised.prefix_tokens("scarf this is a scarf.\nboot this is a boot.\n")
+
+
+@pytest.fixture(scope="module")
+def module(gguf: Path, prefix: torch.Tensor) -> LlamaCppModule:
+    return LlamaCppModule(gguf, prefix=prefix, rows=4)  # fewer than the rows below
+
+
+def inputs(module: LlamaCppModule, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    words = torch.randint(100, 4000, (rows, VECTORS + LENGTH), generator=source)
+    return module.embeddings(words[:, :VECTORS]), words[:, VECTORS:]
+
+
+def test_logits_are_those_of_the_dequantised_model_up_to_8_bit_activations(
+    module: LlamaCppModule, dequantised: Language, prefix: torch.Tensor
+) -> None:
+    vectors, tokens = inputs(module)
+    reference = PrefixLanguage(dequantised.model, prefix)
+    with torch.no_grad():
+        wanted = reference(vectors, tokens).log_softmax(-1)
+    found = module(vectors, tokens).log_softmax(-1)
+    assert found.shape == wanted.shape == (ROWS, 1 + LENGTH, module.vocabulary)
+    centred = [x - x.mean(-1, keepdim=True) for x in (found, wanted)]
+    cosine = torch.cosine_similarity(*centred, dim=-1)
+    assert float(cosine.min()) > 0.99
+    other = torch.cosine_similarity(centred[0].roll(1, 0), centred[1], dim=-1)
+    assert float(other.mean()) < 0.95  # rows are told apart
+
+
+def test_embeddings_are_those_of_the_model(module: LlamaCppModule, dequantised: Language) -> None:
+    words = torch.tensor([[5, 900], [17, 3]])
+    table = dequantised.model.get_input_embeddings().weight
+    assert torch.allclose(module.embeddings(words), table[words], atol=1e-6)
+    assert module.embedding_scale() == pytest.approx(float(table.pow(2).mean().sqrt()), rel=1e-4)
+
+
+def test_a_prefix_of_tokens_is_one_of_their_vectors(
+    module: LlamaCppModule, gguf: Path, prefix: torch.Tensor
+) -> None:
+    vectors, tokens = inputs(module)
+    before = module.embeddings(prefix).expand(ROWS, -1, -1)
+    found = LlamaCppModule(gguf, rows=8)(torch.cat([before, vectors], 1), tokens)
+    wanted = module(vectors, tokens)
+    centred = [x - x.mean(-1, keepdim=True) for x in (found, wanted)]
+    assert float(torch.cosine_similarity(*centred, dim=-1).min()) > 0.99
+
+
+def test_rows_do_not_depend_on_the_batch_or_on_what_ran_before(module: LlamaCppModule) -> None:
+    vectors, tokens = inputs(module)
+    first = module(vectors, tokens)
+    longer = module(vectors.repeat(1, 200, 1), tokens)  # a new context, with more positions
+    assert longer.isfinite().all()
+    assert torch.allclose(module(vectors, tokens), first, atol=1e-3)
+    single = torch.cat([module(v[None], t[None]) for v, t in zip(vectors, tokens, strict=True)])
+    assert torch.allclose(single, first, atol=1e-3)
+    shorter = module(vectors, tokens[:, :3])
+    assert torch.allclose(shorter, first[:, :4], atol=1e-3)
+
+
+def test_logits_at_one_place_of_each_row(module: LlamaCppModule) -> None:
+    vectors, tokens = inputs(module)
+    at = torch.tensor([0, 6, 3, 0, 1])
+    found = module(vectors, tokens, at)
+    assert found.shape == (ROWS, module.vocabulary)
+    assert torch.allclose(found, module(vectors, tokens)[torch.arange(ROWS), at], atol=1e-3)
+    assert module(vectors[:0], tokens[:0], at[:0]).shape == (0, module.vocabulary)
+
+
+def test_wrong_inputs_are_named(module: LlamaCppModule, gguf: Path, tmp_path: Path) -> None:
+    vectors, tokens = inputs(module)
+    with pytest.raises(LlamaCppError, match=r"\(B, N, 576\)"):
+        module(vectors[..., :10], tokens)
+    with pytest.raises(LlamaCppError, match="not among the"):
+        module(vectors, tokens + 10**6)
+    with pytest.raises(LlamaCppError, match="at must be 0 to 6"):
+        module(vectors, tokens, torch.full((ROWS,), 7))
+    with pytest.raises(LlamaCppError, match="the prefix"):
+        LlamaCppModule(gguf, prefix=[10**6])
+    with pytest.raises(ValueError, match="rows must be 1 to 256"):
+        LlamaCppModule(gguf, rows=0)
+    with pytest.raises(FileNotFoundError, match="GGUF"):
+        LlamaCppModule(tmp_path / "none.gguf")
+    (tmp_path / "text.gguf").write_text("no model")
+    with pytest.raises(LlamaCppError, match="cannot load"):
+        LlamaCppModule(tmp_path / "text.gguf")
+
+
+def test_it_is_frozen_copied_and_pickled(module: LlamaCppModule) -> None:
+    vectors, tokens = inputs(module, 2)
+    assert not list(module.parameters())
+    assert not module.state_dict()
+    assert "width=576" in repr(module)
+    first = module(vectors, tokens)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.allclose(other(vectors, tokens), first, atol=1e-3)
+    with pytest.raises(BackwardError, match=r"llama\.cpp has no backward pass"):
+        module(vectors.requires_grad_(), tokens).sum().backward()
+
+
+def test_noise_through_it_estimates_the_gradient_of_the_dequantised_model(
+    module: LlamaCppModule, dequantised: Language, prefix: torch.Tensor
+) -> None:
+    rows, width = 4, 3  # rows of the adapter: orthogonal noise would need 576 queries
+    source = torch.Generator().manual_seed(1)
+    features = torch.randn(rows, width, generator=source)
+    tokens = torch.randint(100, 4000, (rows, LENGTH), generator=source)
+    given = {"features": features, "captions": tokens, "mask": torch.ones(rows, LENGTH)}
+    grads = []
+    for language in (module, PrefixLanguage(dequantised.model, prefix)):
+        model = AlignmentModel(language, width)
+        model.adapter = Narrow(width, module.embeddings(torch.arange(50, 66)))
+        if language is module:
+            groups = [Group(model.adapter.few, LikelihoodRatio("auto"), queries=48)]
+            ForwardGradient(model, identity_loss, groups, seed=0).estimate(given)
+        else:
+            model(**given).mean().backward()
+        grads.append(model.adapter.few.weight.grad.flatten())
+    assert float(torch.cosine_similarity(*grads, dim=0)) > 0.8
+
+
+class Narrow(nn.Module):
+    """An adapter onto combinations of 16 words: few dimensions, so that few queries suffice."""
+
+    def __init__(self, width: int, words: torch.Tensor) -> None:
+        super().__init__()
+        self.few = nn.utils.skip_init(nn.Linear, width, len(words))
+        nn.init.constant_(self.few.weight, 0.1)
+        nn.init.zeros_(self.few.bias)
+        self.register_buffer("words", words)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.few(features) @ self.words
