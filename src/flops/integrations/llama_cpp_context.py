@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,19 @@ class LlamaContext:
     """
 
     def __init__(self, path: Path, prefix: Sequence[int], rows: int) -> None:
-        self._model: Any = None
-        self._context: Any = None
         if not path.is_file():
             raise FileNotFoundError(f"no file {path}: give a GGUF file")
         self._api: Any = require("llama_cpp", "llama-cpp")
         self.rows, self._prefix = rows, tuple(prefix)
         self._lock = threading.Lock()
+        self._context: Any = None
+        self._close: Callable[[], Any] = int  # nothing to close yet
         with _Log(self._api) as log:
-            self._model = self._api.llama_model_load_from_file(
-                str(path).encode(), self._api.llama_model_default_params()
-            )
+            settings = self._api.llama_model_default_params()
+            self._model = self._api.llama_model_load_from_file(str(path).encode(), settings)
         if not self._model:
             raise LlamaCppError(f"llama.cpp cannot load {path}{log}")
+        weakref.finalize(self, self._api.llama_model_free, self._model)
         self.width = int(self._api.llama_model_n_embd(self._model))
         vocabulary = self._api.llama_model_get_vocab(self._model)
         self.vocabulary = int(self._api.llama_vocab_n_tokens(vocabulary))
@@ -73,12 +74,6 @@ class LlamaContext:
         if unknown:
             raise LlamaCppError(f"the model has {self.vocabulary} tokens, the prefix {unknown}")
         self._room = (0, 0)
-
-    def __del__(self) -> None:
-        if getattr(self, "_context", None):
-            self._api.llama_free(self._context)
-        if getattr(self, "_model", None):
-            self._api.llama_model_free(self._model)
 
     def run(self, embeddings: Floats, tokens: Tokens, wanted: Mask, threads: int) -> Floats:
         """Next-token logits where wanted, in the order of the rows, (count, vocabulary).
@@ -98,7 +93,7 @@ class LlamaContext:
         found = np.empty((int(wanted.sum()), self.vocabulary), dtype=np.float32)
         places = wanted.ravel().cumsum().reshape(wanted.shape) - 1
         start = len(self._prefix)
-        with self._lock:
+        with self._lock, _Log(self._api) as self._log:
             self._reserve(start + vectors + length, rows * max(vectors, length), threads)
             try:
                 marks = np.zeros((rows, vectors), dtype=bool)
@@ -120,8 +115,7 @@ class LlamaContext:
         self._api.llama_set_n_threads(self._context, threads, threads)
 
     def _open(self, positions: int, batch: int, threads: int) -> None:
-        if self._context:
-            self._api.llama_free(self._context)
+        self._close()  # before the next one is made: memory
         api, self._context = self._api, None
         self._room = (0, 0)
         settings = api.llama_context_default_params()
@@ -131,13 +125,13 @@ class LlamaContext:
         settings.type_k = settings.type_v = _F32
         settings.flash_attn_type = 0  # rounds to float16
         settings.no_perf = True
-        with _Log(api) as log:
-            self._context = api.llama_init_from_model(self._model, settings)
+        self._context = api.llama_init_from_model(self._model, settings)
         if not self._context:
             raise LlamaCppError(
-                f"llama.cpp has no room for {self.rows} sequences of {positions} tokens{log}; "
-                "choose fewer rows"
+                f"llama.cpp has no room for {self.rows} sequences of {positions} tokens"
+                f"{self._log}; choose fewer rows"
             )
+        self._close = weakref.finalize(self, _free, api, self._context)
         self._memory = api.llama_get_memory(self._context)
         if self._prefix:
             tokens = np.array([self._prefix], dtype=np.int32)
@@ -175,11 +169,10 @@ class LlamaContext:
         batch.n_seq_id = _pointer(ones, ctypes.c_int32)
         batch.seq_id = ctypes.cast(own.ctypes.data, type(batch.seq_id))
         batch.logits = _pointer(wanted, ctypes.c_int8)
-        with _Log(self._api) as log:
-            code = self._api.llama_decode(self._context, batch)
+        code = self._api.llama_decode(self._context, batch)
         if code:
             raise LlamaCppError(
-                f"llama.cpp could not run {rows} rows of {length} (code {code}){log}"
+                f"llama.cpp could not run {rows} rows of {length} (code {code}){self._log}"
             )
 
     def _read(self, found: Floats, places: npt.NDArray[np.int64]) -> None:
@@ -219,6 +212,11 @@ class _Log:
 
     def __str__(self) -> str:
         return f": {self._said[0]}" if self._said else ""
+
+
+def _free(api: Any, context: Any) -> None:
+    with _Log(api):
+        api.llama_free(context)
 
 
 def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:
