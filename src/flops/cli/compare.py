@@ -38,7 +38,7 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
         "methods": tuple(m for m in TEXT_METHODS if m not in ("lr", "ops-lr")),
         "steps": 24,
         "sweep_steps": 6,
-        "margin": 0.01,
+        "margin": 0.15,
         "curve": 3,
         "budget": 1_900.0,
         "seeds": 3,
