@@ -1,7 +1,7 @@
 # `make demo` and `make test` are all that a fresh machine needs: both make .venv themselves.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # Package indexes fail for a moment now and then; an install that is retried goes through.
 # What builds the package is pinned too: older versions of pip read the first name, newer the second.
 export PIP_CONSTRAINT := constraints.txt
@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quickstart test test-bits test-slow real-models mutants lint lock bench clean
+.PHONY: help demo quickstart gallery docs test test-bits test-slow real-models mutants lint lock bench \
+	release clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -28,6 +29,15 @@ demo: $(VENV)/.installed ## Compare forward methods with backpropagation on the 
 
 quickstart: $(VENV)/.installed ## Train the bundled ViT on digits with forward passes only
 	$(BIN)/python examples/quickstart.py
+
+gallery: $(VENV)/.installed ## Draw the pictures of docs/gallery.md
+	$(BIN)/python examples/numpy_inside.py
+	$(BIN)/python examples/where_queries_go.py
+	$(BIN)/python examples/staircase.py
+
+docs: $(VENV)/.installed ## Build the documentation into site/; any broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; $(BIN)/mkdocs serve shows it while you write"
 
 # One process more than cores: many tests wait for processes of their own.
 test: $(VENV)/.installed ## Run the tests (minutes)
@@ -68,19 +78,24 @@ SAMPLE ?= 60
 mutants: $(VENV)/.installed ## Run SAMPLE mutants (60), and list the survivors
 	$(BIN)/python scripts/mutants.py --sample $(SAMPLE)
 
-lint: $(VENV)/.installed ## Check format, style, types and layers
+lint: $(VENV)/.installed ## Check format, style, types, layers and the workflow file
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/checks.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
-lock: ## Update constraints.txt from pyproject.toml
+lock: ## Update constraints.txt from pyproject.toml; UPGRADE=--upgrade for the newest versions
 	@$(PYTHON) -m venv .lock && .lock/bin/pip install --quiet --disable-pip-version-check uv
-	.lock/bin/python scripts/lock.py
+	.lock/bin/python scripts/lock.py $(UPGRADE)
 	@rm -r .lock
 
 bench: $(VENV)/.installed ## Run the benchmarks; writes benchmarks/results.json
 	$(BIN)/python -m benchmarks
 
+release: $(VENV)/.installed ## Build and check the package with REPOSITORY's links; upload nothing
+	FLOPS_REPOSITORY=$(REPOSITORY) $(BIN)/python scripts/release.py
+
 clean: ## Remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site dist

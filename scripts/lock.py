@@ -2,7 +2,8 @@
 
 uv resolves the ranges of pyproject.toml for all systems and for Python 3.11 and newer at once, with
 markers where versions differ. Dependencies of the CUDA builds of torch are omitted: they depend on
-the build that a machine uses.
+the build that a machine uses. Versions that are pinned already stay, as far as the ranges allow;
+`make lock UPGRADE=--upgrade` takes the newest.
 
 Run it with `make lock`.
 """
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,19 +29,24 @@ HEADER = """\
 """
 
 
-def resolve() -> str:
-    """Pins of all extras, development tools and build requirements."""
+def resolve(options: Sequence[str] = ()) -> str:
+    """Pins of all extras, development tools and build requirements.
+
+    Args:
+        options: Further options of `uv pip compile`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         tools, torch = Path(scratch) / "tools.in", Path(scratch) / "torch.txt"
+        kept = Path(scratch) / "kept.txt"  # an output that exists is preferred
+        kept.write_text((ROOT / "constraints.txt").read_text("utf-8"), encoding="utf-8")
         tools.write_text(TOOLS, encoding="utf-8")
         torch.write_text(f"{TORCH}\n", encoding="utf-8")
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal"]
         command += ["--python-version", PYTHON, "--extra", "dev", "--constraints", str(torch)]
         command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
-        command += ["pyproject.toml", str(tools)]
-        return subprocess.run(
-            command, cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding="utf-8"
-        ).stdout
+        command += ["pyproject.toml", str(tools), "--output-file", str(kept), *options]
+        subprocess.run(command, cwd=ROOT, check=True)
+        return kept.read_text("utf-8")
 
 
 def pins(resolved: str) -> list[str]:
@@ -61,7 +68,7 @@ def pins(resolved: str) -> list[str]:
 
 def main() -> None:
     """Resolve and write."""
-    kept = pins(resolve())
+    kept = pins(resolve(sys.argv[1:]))
     (ROOT / "constraints.txt").write_text(HEADER + "\n".join(kept) + "\n", encoding="utf-8")
     print(f"{len(kept)} pins in constraints.txt")
 

@@ -5,6 +5,7 @@ report = fg.estimate(x, y)      # instead of loss.backward()
 optimizer.step()
 """
 
+from flops import losses, optim, presets
 from flops.diagnostics.diagnose import Diagnosis, diagnose
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
@@ -49,4 +50,7 @@ __all__ = [
     "Shared",
     "StepReport",
     "diagnose",
+    "losses",
+    "optim",
+    "presets",
 ]

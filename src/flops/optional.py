@@ -45,7 +45,7 @@ def require(module: str, extra: str = "vision") -> Any:
 def install_command(extra: str, checkout: Path = CHECKOUT) -> str:
     """A command that installs an extra from the source of this copy of the package.
 
-    The package is not on an index, so its name is not sufficient.
+    The package is on no public index, so its name is sufficient only if it came from an index.
 
     Args:
         extra: The extra.
@@ -53,18 +53,17 @@ def install_command(extra: str, checkout: Path = CHECKOUT) -> str:
     """
     if (checkout / "pyproject.toml").is_file() and (checkout / "src/flops").is_dir():
         return f'pip install -e "{checkout}[{extra}]"'
-    source = _source()
-    if source is None:  # not installed by pip
-        return f'pip install ".[{extra}]" (in a checkout of the repository)'
-    return f'pip install "{PACKAGE}[{extra}] @ {source}"'
-
-
-def _source() -> str | None:
-    """Source from which pip installed the package: a folder, a wheel or a repository, if known."""
     try:
-        text = metadata.distribution(PACKAGE).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
+        installed = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:  # not installed by pip
+        return f'pip install ".[{extra}]" (in a checkout of the repository)'
+    source = _source(installed)
+    return f'pip install "{PACKAGE}[{extra}]{f" @ {source}" if source else ""}"'
+
+
+def _source(installed: metadata.Distribution) -> str | None:
+    """The folder, wheel or repository that pip installed the package from; None for an index."""
+    text = installed.read_text("direct_url.json")
     if text is None:
         return None
     kept = json.loads(text)

@@ -81,8 +81,13 @@ def test_commands_name_what_can_be_installed(
             assert name == "direct_url.json"
             return self.kept
 
-    monkeypatch.setattr(metadata, "distribution", lambda _: Installed())
+    def absent(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", absent)
     assert optional.install_command("cma", tmp_path).startswith('pip install ".[cma]" ')
+    monkeypatch.setattr(metadata, "distribution", lambda _: Installed())
+    assert optional.install_command("cma", tmp_path) == 'pip install "flops-torch[cma]"'
     for kept, expected in [
         ({"url": "file:///x/flops_torch-0.1.0-py3-none-any.whl", "archive_info": {}}, None),
         (
