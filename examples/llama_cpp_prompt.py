@@ -4,14 +4,13 @@ SmolLM2-135M (`make real-models`) stays quantised in llama.cpp, which has no bac
 asked whether reviews are positive, by the probabilities of two words. Learned are four vectors
 before each review: noise goes on them, through llama.cpp, to the loss.
 
-    python examples/llama_cpp_prompt.py [--seeds 3] [--steps 40]
+    python examples/llama_cpp_prompt.py [--seeds 3] [--steps 30]
+    python examples/llama_cpp_prompt.py --validation --rate 0.003  # how the rate was chosen
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +19,11 @@ from torch import nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.tasks.models.language import load_gguf
+from flops.tasks.text.config import TextConfig
+from flops.tasks.text.data import load_texts
 
-BATCH, QUERIES, RATE, VECTORS = 16, 16, 2e-2, 4
-TRAIN, HELD_OUT, LONGEST = 512, 300, 40
+BATCH, QUERIES, RATE, VECTORS = 8, 8, 1e-2, 4
+TRAIN, HELD_OUT, LONGEST = 512, 200, 32
 START, REVIEW = "A review of a", "{text} It was"
 WORDS = (" terrible", " great")
 
@@ -53,14 +54,11 @@ class Classifier(nn.Module):
         return logits[:, self.words]
 
 
-def reviews(language, file, count):
-    """Padded tokens, their number and the label of each review."""
-    lines = Path("models/sentences", file).read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines][:count]
-    tokens = [language.tokens(REVIEW.format(text=row["text"]))[-LONGEST:] for row in rows]
+def reviews(language, split, count):
+    """Padded tokens, their number and the class of each review."""
+    tokens = [language.tokens(REVIEW.format(text=text))[-LONGEST:] for text in split.texts[:count]]
     padded = nn.utils.rnn.pad_sequence([torch.tensor(t) for t in tokens], batch_first=True)
-    labels = torch.tensor([int(row["label"] == "positive") for row in rows])
-    return padded, torch.tensor([len(t) for t in tokens]), labels
+    return padded, torch.tensor([len(t) for t in tokens]), split.labels[:count]
 
 
 def loss_fn(scores, targets):
@@ -74,15 +72,18 @@ def accuracy(model, tokens, lengths, labels):
     return float((model(tokens, lengths).argmax(1) == labels).float().mean())
 
 
-def train(language, seed, steps):
+def train(language, seed, options):
     """Accuracy on held-out reviews before and after."""
+    steps = options.steps
     model = Classifier(language)
-    tokens, lengths, labels = reviews(language, "train.jsonl", TRAIN)
-    held_out = reviews(language, "test.jsonl", HELD_OUT)
+    data = load_texts("sentences", TextConfig().named_columns())
+    tokens, lengths, labels = reviews(language, data.train, TRAIN)
+    held_out = data.validation if options.validation else data.test
+    held_out = reviews(language, held_out, HELD_OUT)
     noise = LikelihoodRatio("auto", shaping=Shaping())  # sigma above the rounding of llama.cpp
     groups = [Group(model.prompt, noise, queries=QUERIES)]
     fg = ForwardGradient(model, loss_fn, groups, seed=seed)
-    optimizer = torch.optim.Adam(model.prompt.parameters(), RATE)
+    optimizer = torch.optim.Adam(model.prompt.parameters(), options.rate)
     order = torch.Generator().manual_seed(seed)
     before, began = accuracy(model, *held_out), time.perf_counter()
     for _ in track(range(steps), description=f"seed {seed}"):
@@ -99,10 +100,12 @@ def main():
     """Tune prompts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rate", type=float, default=RATE)
+    parser.add_argument("--validation", action="store_true")
     options = parser.parse_args()
     language = load_gguf("smollm2")
-    found = [train(language, seed, options.steps) for seed in range(options.seeds)]
+    found = [train(language, seed, options) for seed in range(options.seeds)]
     if len(found) > 1:
         spread = statistics.stdev(found)
         print(f"{len(found)} seeds: {statistics.mean(found):.3f} ± {spread:.3f}")
