@@ -72,7 +72,7 @@ def main() -> None:
     axis = figure.subplots()
     for name, forward, style, below in (
         ("forward passes: both layers", True, "-", 16),
-        ("backpropagation: stops at numpy", False, "--", 42),
+        ("backpropagation: stops at numpy", False, "--", 72),
     ):
         steps, scores = train(data, options.epochs, forward)
         print(f"{name}: validation accuracy {scores[-1]:.1f} %")

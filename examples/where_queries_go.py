@@ -65,11 +65,11 @@ def draw(data, losses, counts, path):
     for line, (name, points) in zip(grid, rows, strict=True):
         line[0].set_title(name, loc="left", fontsize=10)
         for axis, point in zip(line, points.tolist(), strict=True):
-            axis.imshow(data.train.images[point, 0], cmap="gray_r")
+            axis.imshow(data.train.images[point, 0].numpy(), cmap="gray_r")
             axis.set_xlabel(f"{int(counts[point])}", fontsize=10)
             axis.set(xticks=[], yticks=[])
     axis = right.subplots()
-    axis.scatter(losses, counts, s=16)
+    axis.scatter(losses.numpy(), counts.numpy(), s=16)
     axis.axhline(QUERIES, color="0.6", linewidth=1)
     axis.annotate("equal counts", (1, QUERIES), (-4, 4), ("axes fraction", "data"),
                   textcoords="offset points", ha="right")  # fmt: skip

@@ -21,6 +21,7 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
+PINS = {name: str(ROOT / "constraints.txt") for name in ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")}
 USES = ["import flops; print(flops.__version__)", "import flops.cli.main"]
 
 
@@ -70,7 +71,9 @@ def run(*command: str, quiet: bool = False) -> None:
     """Run a command outside of the repository, so that the installed copy is imported."""
     print("$", *command, flush=True)
     output = subprocess.DEVNULL if quiet else None
-    if subprocess.run(command, cwd=tempfile.gettempdir(), stdout=output).returncode:
+    environment = {**os.environ, **PINS}
+    elsewhere = tempfile.gettempdir()
+    if subprocess.run(command, cwd=elsewhere, env=environment, stdout=output).returncode:
         sys.exit("the release is not complete")
 
 
