@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from flops.engine.collectives import digest, shares
+from flops.engine.collectives import shares
+from flops.engine.fingerprint import digest
 from tests.support.launching import torchrun
 from tests.support.parallel_cases import CASES, STEPS, train
 

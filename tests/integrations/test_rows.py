@@ -21,21 +21,38 @@ from tests.support.launching import torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+import json
 import sys
 import torch
 import torch.distributed as dist
 from pathlib import Path
 from tests.support.language import arguments, language_model, trainer
 
-folder = Path(sys.argv[1])
+folder, chosen, given = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 options = dict(max_steps=3, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2)
 options |= dict(optim="sgd", learning_rate=0.1)  # Adam's first steps are those of the signs
-ours = trainer(language_model(), arguments(folder, **options), eval_dataset=None)
+args = arguments(folder, **options, **given)
+ours = trainer(language_model(), args, eval_dataset=None, **chosen)
 ours.train()
 rank = dist.get_rank() if dist.is_initialized() else 0
 state = {n: p.detach().clone() for n, p in ours.model.named_parameters()}
-torch.save([state, ours.totals.state_dict(), ours.state.log_history], folder / f"rank-{rank}.pt")
+found = [state, ours.totals.state_dict(), ours.state.log_history, ours.state.total_flos]
+torch.save(found, folder / f"rank-{rank}.pt")
 """
+
+
+def run(folder: Path, processes: int, chosen: dict[str, Any], **given: Any) -> list[list[Any]]:
+    """What every process of a short run found: parameters, totals, log, operations."""
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [str(script), str(folder), json.dumps(chosen), json.dumps(given)]
+    launched = torchrun(*command) if processes == 2 else [sys.executable, *command]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(launched, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "checkpoint-2" / "flops.pt").is_file()
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(processes)]
 
 
 def test_rows_travel_with_their_items() -> None:
@@ -127,29 +144,39 @@ def test_training_needs_data(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_share_the_queries_of_the_same_batches(tmp_path: Path) -> None:
     """One process or two: the same steps up to rounding, and the same model on all ranks."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    found: dict[int, list[Any]] = {}
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        command = (
-            torchrun(str(script), str(folder), processes=2)
-            if processes == 2
-            else [sys.executable, str(script), str(folder)]
-        )
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found[processes] = [
-            torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(processes)
-        ]
-        assert (folder / "checkpoint-2" / "flops.pt").is_file()
-    alone, (first, second) = found[1][0], found[2]
+    chosen = {"parallel": "query"}
+    (alone,) = run(tmp_path / "1", 1, chosen)
+    first, second = run(tmp_path / "2", 2, chosen)
+    check(alone, first, second)
+    assert first[1]["points"] == 3 * 6
+
+
+@pytest.mark.slow
+def test_processes_train_on_their_own_batches(tmp_path: Path) -> None:
+    """Two processes with three points each are one with six: batches, gradients, logs, costs."""
+    chosen = {"method": "mezo", "queries": None}
+    (alone,) = run(tmp_path / "1", 1, chosen, per_device_train_batch_size=6)
+    first, second = run(tmp_path / "2", 2, chosen)
+    check(alone, first, second)
+    assert first[1]["points"] == 3 * 12
+    # As the stock Trainer, it counts padding of each process's own batches.
+    assert first[3] == pytest.approx(alone[3], rel=0.3)
+
+
+@pytest.mark.slow
+def test_processes_with_texts_of_other_lengths_learn_one_subspace(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "2", 2, {})
+    assert same(first[0], second[0])
+    assert first[1] == second[1]
+
+
+def check(alone: list[Any], first: list[Any], second: list[Any]) -> None:
     assert same(first[0], second[0])
     assert first[1]["queries"] == second[1]["queries"] == alone[1]["queries"]
-    assert first[1]["points"] == alone[1]["points"] == 3 * 6
-    losses = [[entry["loss"] for entry in log if "loss" in entry] for *_, log in (alone, first)]
+    assert first[1]["points"] == alone[1]["points"]
+    losses = [
+        [entry["loss"] for entry in log if "loss" in entry] for _, _, log, _ in (alone, first)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert len(set(losses[0])) == 3
     for name, wanted in alone[0].items():

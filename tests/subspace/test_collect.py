@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,9 @@ from flops.subspace.basis import Moments, leading
 from flops.subspace.config import Shaping
 from flops.subspace.design import Design
 from flops.subspace.learning import learn
-from flops.subspace.regression import (
-    Regression,
-    coherence,
-    explained_by_site,
-    explained_variance,
-    regress,
-)
+from flops.subspace.regression import Regression, regress
 from flops.subspace.step import ShapedStep, decay, exploration
+from flops.subspace.sums import StepSums, coherence, explained_by_site, explained_variance
 from tests.support.shaped_cases import SIZE, Case, case
 
 AVERAGE, RECENT, KEEP = 0.9, 0.8, 0.98  # decays of running averages, and of moments
@@ -61,12 +57,18 @@ def measure(of: Case, step: ShapedStep) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def sums_of(design: Design) -> Any:
+    """What the outlook reads of a step's sums."""
+    prior, counts = SIZE * design.prior.mean(0), [SIZE, design.draws.sum()]
+    return SimpleNamespace(points=SIZE, prior=prior, expected=SIZE * design.expected, counts=counts)
+
+
 def running(old: float, new: float) -> float:
     return AVERAGE * old + (1 - AVERAGE) * new
 
 
 def share_of_signal(found: Regression, design: Any, old: tuple[float, float] | None) -> Any:
-    sums = coherence(design, found)
+    sums: Any = coherence(StepSums.of(design, found))
     if old is not None:
         sums = tuple(running(a, b) for a, b in zip(old, sums, strict=True))
     return sums, max(0.0, 1 - sums[1] / sums[0])
@@ -91,7 +93,8 @@ def test_a_step_from_losses(masked: bool, steps: int, old: Any) -> None:
     sums, eta = share_of_signal(found, measurements, old)
     delta = found.inside + found.tail + eta * found.correction
     torch.testing.assert_close(step.delta, delta * of.mask)
-    now, spread = explained_variance(found)
+    whole = StepSums.of(measurements, found)
+    now, spread = explained_variance(whole)
     after = running(0.4, now)
     keep, best = decay(Shaping(), now, spread, after, 0.5)
     assert memory["best"] == pytest.approx(best)
@@ -130,10 +133,7 @@ def test_a_step_from_losses(masked: bool, steps: int, old: Any) -> None:
     assert report.k == pytest.approx(float((COUNTS - iso).double().mean()))
     assert report.predicted == 0
     assert not report.withheld
-    sites = [
-        running(a, b)
-        for a, b in zip((0.2, 0.9), explained_by_site(measurements, found), strict=True)
-    ]
+    sites = [running(a, b) for a, b in zip((0.2, 0.9), explained_by_site(whole), strict=True)]
     assert [s.explained_variance for s in report.sites] == pytest.approx(sites)
     assert memory["explained_by_site"] == pytest.approx(sites)
     per_site = [
@@ -321,7 +321,7 @@ def test_what_more_queries_would_leave_out(unit: int, now: float) -> None:
 
     here = outside(round(float((unit * COUNTS).double().mean())))
     scale, beyond = min(1.0, now / here), max(0.0, now - here)
-    left = step._left(now)
+    left = step._left(now, sums_of(step._design))
     assert left == pytest.approx([scale * outside(n) + beyond for n in range(65)])
     assert left[0] == left[unit] == scale + beyond  # nothing is measured yet
 
@@ -331,7 +331,7 @@ def test_a_prediction_takes_the_place_of_the_last_direction() -> None:
     step = begin(of, memory_of(of))
     step._design.expected = 0.3
     energy = sorted(of.known.energy.tolist(), reverse=True)
-    left = step._left(1e-4)
+    left = step._left(1e-4, sums_of(step._design))
     base = left[0]  # all is left
     share = exploration(Shaping(), 0.4)
     for queries in range(2, 20):
@@ -343,17 +343,16 @@ def test_a_prediction_takes_the_place_of_the_last_direction() -> None:
 def test_reliability_is_of_sums_and_finite() -> None:
     of = case()
     step = begin(of, memory_of(of))
-    ones = torch.ones(SIZE).double()
-    assert step._reliability(ones, 0.19 * ones) == pytest.approx(0.9)
-    assert step._reliability(ones, 3 * ones) == pytest.approx(
+    assert step._reliability(4.0, 0.76) == pytest.approx(0.9)
+    assert step._reliability(4.0, 12.0) == pytest.approx(
         (1 - (RECENT * 0.19 + (1 - RECENT) * 3)) ** 0.5
     )
     kept = step._memory["reliability"]
-    assert step._reliability(math.inf * ones, ones) == 0
+    assert step._reliability(math.inf, 4.0) == 0
     assert step._memory["reliability"] == kept
     step._memory["reliability"] = (0.0, 0.0)
-    assert step._reliability(0 * ones, 0 * ones) == 0
-    assert step._reliability(ones, 9 * ones) == 0
+    assert step._reliability(0.0, 0.0) == 0
+    assert step._reliability(4.0, 36.0) == 0
 
 
 @pytest.mark.parametrize(

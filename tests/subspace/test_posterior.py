@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.subspace.regression import coherence, posterior
+from flops.subspace.regression import posterior
+from flops.subspace.sums import coherence, correction_noise
 
 
 def test_posterior_and_leave_one_out_by_brute_force() -> None:
@@ -54,6 +55,8 @@ def test_coherence_is_what_the_summed_corrections_have_beyond_noise() -> None:
     correction = spread * torch.randn(size, dimensions).double()
     measured: Any = SimpleNamespace(iso=n, fitted=n, space=SimpleNamespace(dimensions=dimensions))
     found: Any = SimpleNamespace(error=error, correction=correction)
-    whole, noise = coherence(measured, found)
+    noise = correction_noise(measured, found).sum()
+    sums: Any = SimpleNamespace(correction=correction.sum(0), errors=[0, noise])
+    whole, noise = coherence(sums)
     assert noise == pytest.approx(dimensions * (1 / 2 + 2 / 4 + 3 / 8))
     assert whole == pytest.approx(noise, rel=0.2)

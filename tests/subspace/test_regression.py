@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 
 from flops.subspace.measurements import FITTED
-from flops.subspace.regression import (
-    Regression,
-    explained_by_site,
-    explained_variance,
-    regress,
-)
+from flops.subspace.regression import Regression, regress
+from flops.subspace.sums import StepSums, explained_by_site, explained_variance
 from tests.support.shaped_cases import Case, case
 
 RIDGES = (1.0, 1 / 3, 3.0)
@@ -131,7 +127,9 @@ def test_explained_variance_and_its_standard_error() -> None:
     energy = of.gradients.square().sum(1) + missed
     share = float(missed.sum() / energy.sum())
     error = float((missed - share * energy).square().sum().sqrt() / energy.sum())
-    assert explained_variance(found) == pytest.approx((1 - share, error), rel=1e-12)
+    assert explained_variance(StepSums.of(of.measurements, found)) == pytest.approx(
+        (1 - share, error), rel=1e-12
+    )
 
 
 def test_residuals_are_split_over_the_sites_by_what_is_seen_there() -> None:
@@ -149,7 +147,9 @@ def test_residuals_are_split_over_the_sites_by_what_is_seen_there() -> None:
     assert min(seen) > 0
     left = [float(missed.sum()) * share / sum(seen) for share in seen]
     expected = [a / (a + b) for a, b in zip(inside, left, strict=True)]
-    assert explained_by_site(of.measurements, found) == pytest.approx(expected, rel=1e-12)
+    assert explained_by_site(StepSums.of(of.measurements, found)) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_a_site_without_any_signal_is_explained() -> None:
@@ -157,7 +157,7 @@ def test_a_site_without_any_signal_is_explained() -> None:
     outside = of.gradients.clone()
     outside[:, 12:] = 0
     found = result(of.gradients, 9 * outside, torch.full((4,), 0.1, dtype=torch.double))
-    first, second = explained_by_site(of.measurements, found)
+    first, second = explained_by_site(StepSums.of(of.measurements, found))
     assert second == 1
     inside = float(of.gradients[:, :12].square().sum())
     assert first == pytest.approx(inside / (inside + 0.4), rel=1e-12)

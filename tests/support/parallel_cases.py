@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Any, Callable[[], Allocator]]] = {
     "es": (ES(), Gaussian),
     "shaped spsa": (SPSA(shaping=Shaping()), Gaussian),
     "spsa shared": (SPSA(shared=True), Equal),
+    "many draws": (SPSA(shared=True), Equal),
     "es shared": (ES(shared=True), Equal),
     "fzoo": (FZOO(), Equal),
     "lozo": (LOZO(interval=3), Equal),
@@ -91,12 +92,14 @@ def train(name: str, size: int = 6, group: Any = "auto") -> dict[str, Any]:
     model = Words().double()
     estimator, allocator = CASES.get(name, (None, Equal))
     parts = [model.table, model.early, model.late]
-    queries: Any = "auto" if name == "automatic" else 6
+    queries: Any = {"automatic": "auto", "many draws": 20}.get(name, 6)
     groups = [Group(m, estimator, queries, name=f"part {i}") for i, m in enumerate(parts)]
     if name == "mezo":
         groups = mezo(model)
     ranks = Collectives.of(group)
-    fg = ForwardGradient(model, losses, groups, allocator=allocator(), process_group=ranks, chunk=8)
+    fg = ForwardGradient(
+        model, losses, groups, allocator=allocator(), process_group=ranks, parallel="query", chunk=8
+    )
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     found: dict[str, Any] = {"reports": []}
     for step in range(STEPS):
@@ -129,7 +132,8 @@ def refusals() -> dict[str, str]:
     ) -> None:
         groups = [Group(model, LikelihoodRatio(), 4)]
         try:
-            ForwardGradient(model, loss, groups).estimate(words, targets, index=index)
+            fg = ForwardGradient(model, loss, groups, parallel="query")
+            fg.estimate(words, targets, index=index)
         except FlopsError as error:
             found[what] = f"{type(error).__name__}: {error}"
 

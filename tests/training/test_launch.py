@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from flops.tasks.classification import bundled_vit
 from tests.support.launching import torchrun
 
-SETTINGS = ["finetune", "--limit", "36", "--batch", "12", "--queries", "6", "--method", "ops-lr"]
+SETTINGS = ["finetune", "--limit", "36", "--batch", "12", "--queries", "6", "--method", "lr"]
 SETTINGS += ["--checkpoint-steps", "1", "--timeout", "30", "--no-plots"]
 
 
@@ -60,13 +61,35 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_torchrun_trains_what_one_process_trains(alone: Path, tmp_path: Path) -> None:
-    done = flops(*SETTINGS, "--epochs", "3", "--output", str(tmp_path / "two"), launcher=True)
+@pytest.mark.parametrize("parallel", ["data", "query"])
+def test_torchrun_trains_what_one_process_trains(
+    parallel: str, alone: Path, tmp_path: Path
+) -> None:
+    given = ["--epochs", "3", "--parallel", parallel, "--output", str(tmp_path / "two")]
+    done = flops(*SETTINGS, *given, launcher=True)
     assert done.returncode == 0, done.stderr
     assert apart(tmp_path / "two", alone) < 0.003
     steps = [len((f / "metrics.jsonl").read_text().splitlines()) for f in (tmp_path / "two", alone)]
     assert steps[0] == steps[1]
     assert done.stdout.count("results are in") == 1  # one process speaks
+    counts = [load_file(f / "counts.safetensors") for f in (tmp_path / "two", alone)]
+    for name, wanted in counts[1].items():
+        torch.testing.assert_close(counts[0][name], wanted)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_two_processes_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    """With subspaces and allocators that all processes learn together, and a last batch of one."""
+    given = ["--limit", "37", "--batch", "12", "--queries", "4", "--epochs", "2", "--no-plots"]
+    given += ["--checkpoint-steps", "3", "--output", str(tmp_path / "whole")]
+    done = flops("finetune", *given, launcher=True)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "model")
+    again = ["--resume", str(tmp_path / "cut"), "--checkpoint", "previous"]
+    done = flops("finetune", *again, launcher=True)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.slow

@@ -104,8 +104,19 @@ class Allocator(ABC):
 
 
 class Learner(Allocator):
-    """An allocator that learns from the queries."""
+    """An allocator that learns from the queries.
+
+    Attributes:
+        most_points: Largest number of points to learn from where data-parallel ranks join theirs:
+            the work is repeated by each, so it must not grow with their number. None for all.
+    """
+
+    most_points: int | None = 512
 
     @abstractmethod
     def learn(self, signal: Signal, traces: Traces) -> None:
-        """Learn from the traces of this batch."""
+        """Learn from the traces of this batch; under data parallelism, of all ranks' batches."""
+
+    def note_own(self, signal: Signal, traces: Traces) -> None:
+        """What this rank's own points have shown, after `learn` from those of all ranks."""
+        return

@@ -20,19 +20,24 @@ KEEP = 0.9  # decay of a group's running demand per step
 MOST = 10  # maximum multiple of its own budget, for groups whose queries are almost free
 
 
-def note_demand(memory: dict[str, Any], traces: Traces, norm: float, cost: float) -> None:
+def demand_of(traces: Traces) -> float:
+    """sum_j sqrt(Tr_j) of some points."""
+    return float(traces.values.double().sqrt().sum())
+
+
+def note_demand(memory: dict[str, Any], roots: float, norm: float, cost: float) -> None:
     """Update a group's running demand and the cost of its queries.
 
     Args:
         memory: State of the group.
-        traces: Traces of its points.
+        roots: sum_j sqrt(Tr_j) of all points.
         norm: Squared norm of its gradient.
         cost: Cost of a query, in forward passes.
     """
     memory["query_cost"] = cost
     if norm <= 0:
         return
-    now = float(traces.values.double().sqrt().sum()) / norm**0.5
+    now = roots / norm**0.5
     if math.isfinite(now):  # a step whose derivatives overflow must not affect later ones
         memory["demand"] = KEEP * float(memory.get("demand", now)) + (1 - KEEP) * now
 

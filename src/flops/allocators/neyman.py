@@ -77,6 +77,7 @@ class Neyman(Learner):
     running: bool = False
     shrink: bool = True
     across_groups: bool = False
+    most_points = None  # a regression is linear in the points
     _learned: _NeymanState = field(default_factory=_NeymanState, init=False, repr=False)
     _fresh: _Pilot | None = field(default=None, init=False, repr=False)
 
@@ -122,8 +123,8 @@ class Neyman(Learner):
 
     def learn(self, signal: Signal, traces: Traces) -> None:
         """Update regression, variance and running residuals with the log traces."""
+        self.note_own(signal, traces)
         y, v = measure(traces)
-        self._fresh = _Pilot(signal.key, y, v) if self.pilot else None
         seen = np.isfinite(v)
         if not seen.any():
             return
@@ -148,6 +149,10 @@ class Neyman(Learner):
         if self.running:
             learned = _remember(learned, signal, residual, v)
         self._learned = learned
+
+    def note_own(self, signal: Signal, traces: Traces) -> None:
+        """Keep a pilot's log traces for the allocation of the same points."""
+        self._fresh = _Pilot(signal.key, *measure(traces)) if self.pilot else None
 
     def state_dict(self) -> dict[str, Any]:
         """All statistics."""

@@ -187,6 +187,7 @@ class GradientSteps(AskTell):
             shaping={} if shaping is None else {NAME: shaping},
             cosine={},
             failed=failed,
+            points=size,
         )
         self.memory, self.allocator = memory, allocator
         self.steps += 1

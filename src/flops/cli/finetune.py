@@ -38,7 +38,7 @@ class Finetune(RunOptions):
     $ flops finetune --print-config > run.json  # all settings, for editing
     $ flops finetune --config run.json --seed 1
     $ flops finetune --task text  # a language model on labelled texts
-    $ torchrun --nproc-per-node 2 -m flops finetune  # two processes share the queries
+    $ torchrun --nproc-per-node 2 -m flops finetune  # two processes, each with half of the batch
     """
 
     preset: FinetunePreset | None = None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from flops.allocators.base import Allocator, Learner, Signal
+from flops.allocators.base import Allocator, Learner, Signal, Traces
 from flops.allocators.fixed import Fixed
 from flops.engine.groups import ResolvedGroup
 from flops.errors import QueryError
 from flops.estimators.base import Estimate
 from flops.estimators.variance import traces_of
+from flops.passes.replicas import Replicas
 
 
 def budget_of(group: ResolvedGroup, size: int, queries: float | None = None) -> int:
@@ -60,13 +63,57 @@ def counts_of(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Ten
     return counts if order is None else torch.empty_like(counts).index_copy_(0, order, counts)
 
 
-def learn(allocator: Allocator, signal: Signal, estimate: Estimate) -> None:
-    """Train a learned allocator on this batch."""
-    if isinstance(allocator, Learner) and estimate.points is not None:
-        traces, order = traces_of(estimate, len(signal.losses)), _order(allocator, signal)
-        if order is not None:
-            signal, traces = signal.at(order), traces.at(order)
+def learn(
+    allocator: Allocator, signal: Signal, estimate: Estimate, replicas: Replicas | None = None
+) -> None:
+    """Train a learned allocator on this batch; with replicas, on the batch of all of them."""
+    if not isinstance(allocator, Learner) or estimate.points is None:
+        return
+    traces, order = traces_of(estimate, len(signal.losses)), _order(allocator, signal)
+    if order is not None:
+        signal, traces = signal.at(order), traces.at(order)
+    if replicas is None or not replicas.several:
         allocator.learn(signal, traces)
+        return
+    whole, all_traces = joined(signal, traces, replicas, allocator.most_points)
+    if (order := _order(allocator, whole)) is not None:
+        whole, all_traces = whole.at(order), all_traces.at(order)
+    allocator.learn(whole, all_traces)
+    allocator.note_own(signal, traces)
+
+
+def joined(
+    signal: Signal, traces: Traces, replicas: Replicas, most: int | None
+) -> tuple[Signal, Traces]:
+    """Signal and traces of all replicas' points, or of the first of each if these are too many.
+
+    Args:
+        signal: Of this replica.
+        traces: Of this replica.
+        replicas: The replicas.
+        most: Largest number of points; None for all.
+    """
+    sizes, total = replicas.sizes, replicas.total
+    if most is not None and total > most:
+        sizes = tuple(max(1, most * size // total) for size in sizes)
+    count = sizes[replicas.rank]
+    each = torch.full_like(traces.values, signal.budget / len(signal.losses))
+    places = torch.zeros_like(traces.draws) if signal.index is None else signal.index
+    columns = [signal.losses, traces.values, traces.draws, each, places]
+    table = torch.stack([column[:count].double() for column in columns], 1)
+    losses, values, draws, budgets, index = replicas.gather(table, sizes).unbind(1)
+    embeddings = signal.embeddings
+    if embeddings is not None:
+        embeddings = replicas.gather(embeddings[:count], sizes)
+    budget = round(float(budgets.sum())) // signal.unit * signal.unit
+    found = replace(
+        signal,
+        losses=losses.to(signal.losses.dtype),
+        budget=budget,
+        index=None if signal.index is None else index.long(),
+        embeddings=embeddings,
+    )
+    return found, Traces(values.to(traces.values.dtype), draws.to(traces.draws.dtype))
 
 
 def _order(allocator: Allocator, signal: Signal) -> Tensor | None:

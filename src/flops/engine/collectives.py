@@ -9,6 +9,7 @@ distributed in the order of the plan, so that a rank has whole points, except at
 | shared draws (MeZO, FZOO, LOZO), DeepZero | a loss for each row: noise has a key |
 | JVP | a directional derivative for each row, and the sum of the losses |
 | ES, SPSA | a directional derivative for each draw, and the gradients |
+| shaped noise | and second moments, since each rank fits its share of the points |
 | likelihood ratio | a directional derivative for each draw, and the gradients or the deltas |
 | backpropagation | gradients |
 
@@ -17,29 +18,25 @@ A sum is bitwise equal on all ranks; it differs from that of a single process by
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flops.engine.data_parallel import DataParallel
+from flops.engine.fingerprint import Fingerprint, differences
 from flops.engine.rows import Ranks
-from flops.errors import FlopsError
+from flops.engine.watch import Watch, WorkerError, watch_of
 from flops.passes.local_vjp import Gradients
 
 ProcessGroup = Any  # torch's type is missing if torch was built without it
 BUCKET = 1 << 22  # values per message: gradients are never copied as a whole
-
-
-class WorkerError(FlopsError, RuntimeError):
-    """Another rank died, does not respond, or is at another step."""
 
 
 @dataclass
@@ -143,22 +140,53 @@ class Collectives(Ranks):
         Raises:
             WorkerError: On all ranks, with the differences.
         """
-        exact = list(prints.exact.values())
-        mine = torch.tensor([*exact, prints.close, prints.scale], dtype=torch.float64)
+        mine = torch.tensor(prints.values(), dtype=torch.float64)
         most = self._message(torch.cat([mine, -mine]), "MAX")
-        high, low = most[: len(mine)], -most[len(mine) :]
-        wrong = [name for name, h, w in zip(prints.exact, high, low, strict=False) if h != w]
-        high, low = high[len(exact) :], low[len(exact) :]
-        # Parameters need not be bitwise equal: they may come from different machines.
-        if not torch.allclose(high, low, rtol=0, atol=1e-6 * float(high[-1]), equal_nan=True):
-            wrong.append("parameters")
+        wrong = differences(prints, most[: len(mine)], -most[len(mine) :])
         if wrong:
             raise WorkerError(
                 f"the {self.size} processes do not have the same {' and '.join(wrong)}: queries "
                 "are distributed, so all of them must call estimate with the same model and the "
                 "same data in the same order. If each has its own batch on purpose, give "
-                "process_group=None and average the gradients yourself."
+                "parallel='data'."
             )
+
+    def meet(
+        self, points: int, prints: Fingerprint, batch: Callable[[bool], float]
+    ) -> tuple[int, ...]:
+        """Points of each rank, after a check that they train one model on batches of their own.
+
+        Args:
+            points: Points of this rank's batch.
+            prints: What must be the same on all ranks.
+            batch: Digest of this rank's batch, from all of its values or from a sample; the former
+                is computed only if the samples of all ranks are equal.
+
+        Raises:
+            WorkerError: If ranks are not at the same step of the same run, or have the same batch.
+        """
+        places = torch.zeros(self.size, dtype=torch.float64)
+        places[self.rank] = points
+        mine = torch.tensor([batch(False), *prints.values()], dtype=torch.float64)
+        found = self.all_max(torch.cat([mine, -mine, places]))
+        high, low, sizes = found.split([len(mine), len(mine), self.size])
+        wrong = differences(prints, high[1:], -low[1:])
+        if wrong:
+            raise WorkerError(
+                f"the {self.size} processes do not have the same {' and '.join(wrong)}: every "
+                "one trains the same model on a batch of its own, so all must make the same model "
+                "with the same seed, and call estimate equally often, with an index or without"
+            )
+        if high[0] == -low[0]:
+            whole = batch(True)
+            pair = self.all_max(torch.tensor([whole, -whole], dtype=torch.float64))
+            if pair[0] == -pair[1]:
+                raise WorkerError(
+                    f"all {self.size} processes have the same batch, so they would repeat each "
+                    "other's work: give each its own points, as DistributedSampler does, or let "
+                    "them share the queries of one batch: ForwardGradient(..., parallel='query')"
+                )
+        return tuple(int(size) for size in sizes)
 
     @property
     def _device(self) -> torch.device:
@@ -176,23 +204,48 @@ class Collectives(Ranks):
         home, sent = tensor.device, tensor.to(self._device)
         with self.guarded():
             if how == "FIRST":
-                dist.broadcast(sent, group=self.group, group_src=0)
+                work = dist.broadcast(sent, group=self.group, group_src=0, async_op=True)
             else:
                 operation = dist.ReduceOp.SUM if how == "SUM" else dist.ReduceOp.MAX
-                dist.all_reduce(sent, operation, group=self.group)
+                work = dist.all_reduce(sent, operation, group=self.group, async_op=True)
+            self.watch.wait(work)
         return sent.to(home)
+
+    def fitters(self, points: int) -> DataParallel:
+        """These ranks as replicas, each with its share of the points of one batch."""
+        bounds = [points * rank // self.size for rank in range(self.size + 1)]
+        return DataParallel(self, [b - a for a, b in pairwise(bounds)])
+
+    @property
+    def watch(self) -> Watch:
+        """Watches the other ranks."""
+        return watch_of(self.group, self.rank, self.size)
+
+    def fail(self, error: BaseException, always: bool = False) -> None:
+        """Tell the other ranks, which may wait for this one, why it does not go on.
+
+        Args:
+            error: The reason.
+            always: Also if that is the failure of another rank, which these may not know of.
+        """
+        if always or not isinstance(error, WorkerError):
+            self.watch.fail(f"{type(error).__name__}: {error}")
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Turn communication failures into a `WorkerError`."""
         try:
             yield
+        except WorkerError:
+            raise
         except RuntimeError as error:
+            known = self.watch.reason() or self.watch.behind()
+            who = known or "one of them failed, was killed or hangs (see its output)"
             raise WorkerError(
                 f"process {self.rank} of {self.size} did not receive a message from the other "
-                "ranks: one of them failed, was killed or hangs (see its output). Parameters and "
-                ".grad are as before this step; restart from the last checkpoint, with any number "
-                f"of processes. ({str(error).splitlines()[0][:200]})"
+                f"ranks: {who}. Parameters and .grad are as before this step; restart from the "
+                "last checkpoint, with any number of processes. "
+                f"({str(error).splitlines()[0][:200]})"
             ) from error
 
 
@@ -226,84 +279,3 @@ def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         part.append(p)
     if part:
         yield part
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """Numbers that differ if ranks are not at the same step of the same run.
-
-    Attributes:
-        exact: 48-bit digests by name, which are exact in float64.
-        close: Checksum of the parameters, which may differ by rounding.
-        scale: Scale of that rounding.
-    """
-
-    exact: dict[str, float]
-    close: float
-    scale: float
-
-
-def fingerprint(
-    model: nn.Module, leaves: Iterable[Any], index: Tensor | None, step: int, seed: int
-) -> Fingerprint:
-    """Fingerprint of the batch (all bytes, in order) and of some values of each parameter.
-
-    Args:
-        model: The model.
-        leaves: All leaves of inputs and targets.
-        index: Positions of the points in the data set.
-        step: Steps taken.
-        seed: Seed of the noise.
-    """
-    kinds = [(n, p.dtype, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
-    exact = {
-        "batch": digest(list(leaves)),
-        "index": digest(index),
-        "seed": digest(seed),
-        "step": digest(step),
-        "model": digest(repr(kinds)),
-    }
-    samples = [_sample(p).cpu() for p in model.parameters()]
-    values = torch.cat([torch.empty(0, dtype=torch.float64), *samples])
-    # Distinct weights between 1 and 2 by position: multiples of the golden ratio modulo 1.
-    weights = (torch.arange(len(values)).double() * 0.6180339887498949) % 1 + 1
-    return Fingerprint(exact, float(values @ weights), float(values.abs().sum()))
-
-
-def digest(*parts: Any) -> float:
-    """An integer below 2^48 that depends on every byte of the parts and on their order."""
-    found = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        _feed(found, part)
-    return float(int.from_bytes(found.digest(), "big"))
-
-
-def _feed(found: Any, part: Any) -> None:
-    """Add one part; objects with neither bytes nor a stable repr count by type only."""
-    if isinstance(part, Tensor):
-        dense = part.detach() if part.layout == torch.strided else part.detach().to_dense()
-        dense = dense.dequantize() if dense.is_quantized else dense.resolve_conj().resolve_neg()
-        found.update(f"tensor {dense.dtype} {tuple(dense.shape)};".encode())
-        found.update(dense.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    elif isinstance(part, np.ndarray) and not part.dtype.hasobject:
-        found.update(f"array {part.dtype} {part.shape};".encode())
-        found.update(np.ascontiguousarray(part).tobytes())
-    elif isinstance(part, Mapping):
-        found.update(f"mapping {len(part)};".encode())
-        for key, value in part.items():
-            _feed(found, key)
-            _feed(found, value)
-    elif isinstance(part, list | tuple | np.ndarray):
-        found.update(f"sequence {len(part)};".encode())
-        for one in part:
-            _feed(found, one)
-    else:
-        text = repr(part)  # a repr with an address differs between processes
-        text = "" if " at 0x" in text else text
-        found.update(f"{type(part).__qualname__} {len(text)} {text};".encode())
-
-
-def _sample(tensor: Tensor, most: int = 256) -> Tensor:
-    """Evenly spaced values of a tensor, cheap for a table of millions."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // most)].double()

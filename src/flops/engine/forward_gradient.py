@@ -10,12 +10,12 @@ import copy
 import math
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flops.allocators.base import Allocator, Signal
@@ -25,7 +25,10 @@ from flops.allocators.gaussian import Gaussian
 from flops.allocators.progress import best_queries
 from flops.engine.allocation import budget_of, floor_of, least_of
 from flops.engine.auto_groups import default_groups
-from flops.engine.collectives import Collectives, ProcessGroup, fingerprint
+from flops.engine.axes import Parallel, axes
+from flops.engine.collectives import Collectives, ProcessGroup
+from flops.engine.data_parallel import DataParallel
+from flops.engine.fingerprint import batch_digest, fingerprint
 from flops.engine.gradients import Update
 from flops.engine.group_step import GroupStep
 from flops.engine.groups import Group, ResolvedGroup, check_allocators, resolve
@@ -48,8 +51,10 @@ from flops.passes.checks import (
 )
 from flops.passes.intercept import Claim
 from flops.passes.interrupts import Atomic, DeferSignals
-from flops.passes.loss_view import LossView, loss_view
+from flops.passes.local_vjp import Gradients
+from flops.passes.loss_view import LossView, joint_view, loss_view
 from flops.passes.replay import Passes
+from flops.passes.replicas import Replicas
 
 SCHEMA = 2
 PATIENCE = 16  # unreliable steps until a group rests
@@ -72,9 +77,13 @@ class ForwardGradient:
         chunk: Largest number of rows in a pass of queries or local VJPs; None for the batch size,
             or more if rows take little memory.
         reuse: Replay modules before the first noise instead of recomputing them.
-        process_group: Process group of `torch.distributed` that shares the queries of every step;
-            "auto" is the default group if initialised, None a single process. All ranks must
-            call `estimate` with the same batch in the same order, and the same index.
+        process_group: Process group of `torch.distributed` that trains together; "auto" is the
+            default group if initialised, None a single process. A `DeviceMesh` with dimensions
+            "data" and "query" has ranks of both kinds.
+        parallel: What its ranks share. "data": each has its own batch, of any size, and a step is
+            that of all points. "query": all have the same batch in the same order (and the same
+            index), and share its queries; for few points with many queries. Also an attribute,
+            which may be set between two steps, on all ranks.
 
     Raises:
         CoverageError: If groups, targets and trainable parameters do not fit together.
@@ -94,6 +103,7 @@ class ForwardGradient:
         chunk: int | None = None,
         reuse: bool = True,
         process_group: ProcessGroup | Literal["auto"] | None = "auto",
+        parallel: Parallel = "data",
     ) -> None:
         if chunk is not None and operator.index(chunk) < 2:
             raise ValueError(f"chunk must be at least 2 rows, not {chunk}")
@@ -104,7 +114,7 @@ class ForwardGradient:
         self.model = unwrap(model)
         self.loss_fn, self.embedding, self.reuse = loss_fn, embedding, reuse
         self.seed, self.process_group = operator.index(seed), process_group
-        self.chunk = chunk
+        self.chunk, self.parallel = chunk, parallel
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
         if groups is None:
             groups = default_groups(self.modules)
@@ -132,6 +142,10 @@ class ForwardGradient:
         update: Update | None = None,
     ) -> StepReport:
         """Add the estimated gradient of the batch's mean loss to ``.grad``.
+
+        With data-parallel ranks (`parallel`) the batch is that of all of them: gradient, loss and
+        costs are of all points, and the same on all ranks; only ``counts`` of the report are of
+        this rank's points.
 
         It is atomic, also under Ctrl-C and other signals whose handlers raise: their exceptions are
         raised immediately in the model's code and the loss function, else at the next call of a
@@ -166,8 +180,12 @@ class ForwardGradient:
             self.check_seeded()
             if exact:
                 raise ValueError("exact=True compares gradients in .grad; leave update out")
-        with DeferSignals(), ExitStack() as atomic:
-            return self._estimate(inputs, targets, index, float(scale), exact, update, atomic)
+        try:
+            with DeferSignals(), ExitStack() as atomic:
+                return self._estimate(inputs, targets, index, float(scale), exact, update, atomic)
+        except BaseException as error:
+            axes(self.process_group, self.parallel).fail(error)
+            raise
 
     def _estimate(
         self,
@@ -182,8 +200,9 @@ class ForwardGradient:
         started = time.perf_counter()
         memory = {name: dict(kept) for name, kept in self.memory.items()}
         allocators = {name: copy.copy(a) for name, a in self.allocators.items()}
-        with self.session(inputs, targets, index, skip=True) as session:
-            budgets = torch.tensor([*self.budgets(session.size).values()])
+        with self._session(inputs, targets, index, skip=True, join=True) as session:
+            replicas = session.replicas
+            budgets = torch.tensor([*self.budgets(session.size, replicas.max).values()])
             if any(group.automatic for group in self.groups):  # ranks may round differently
                 budgets = session.ranks.broadcast(budgets)
             steps = [
@@ -198,17 +217,20 @@ class ForwardGradient:
                 for number, group in enumerate(self.groups)
             ]
             run_queries(steps, session)
-            truth = exact_gradients(self.model, session.passes.batch) if exact else None
+            truth = self._exact(session) if exact else None
             writer = writer_of(steps, session, update)
             if writer.streaming:  # hooks may change parameters: from here on the step is atomic
                 atomic.enter_context(Atomic())
             write_gradients(steps, session, writer, truth, scale)
         named = {step.group.name: step for step in steps}
+        loss = replicas.share * _mean_loss(session, [step.loss for step in steps])
+        own = torch.tensor([loss, session.clean, session.probe], dtype=torch.float64)
+        loss, clean, probe = replicas.sum([own])[0].tolist()
         report = StepReport(
-            loss=_mean_loss(session, [step.loss for step in steps]),
+            loss=loss,
             queries=session.cost.rows,
             forward_equivalents=ForwardEquivalents(
-                session.clean, session.cost.queries, session.cost.local, session.probe
+                clean, session.cost.queries, session.cost.local, probe
             ),
             counts={name: step.counts for name, step in named.items()},
             dropped={name: step.dropped for name, step in named.items()},
@@ -216,6 +238,7 @@ class ForwardGradient:
             seconds=time.perf_counter() - started,
             shaping={name: s.shaping for name, s in named.items() if s.shaping is not None},
             cosine={name: step.cosine for name, step in named.items()} if exact else {},
+            points=replicas.total,
         )
         # Without hooks nothing is written before this line: errors leave everything unchanged.
         with Atomic():
@@ -248,16 +271,26 @@ class ForwardGradient:
 
         The model must not change while it is open; the random state is restored afterwards. With
         ``skip`` there is no clean pass if nothing reads it (MeZO, backpropagation): losses are NaN.
+        Data-parallel ranks do not join their batches here, as they do in `estimate`.
         """
+        with self._session(inputs, targets, index, skip, join=False) as session:
+            yield session
+
+    @contextmanager
+    def _session(
+        self,
+        inputs: Any,
+        targets: Any,
+        index: Tensor | Sequence[int] | None,
+        skip: bool,
+        join: bool,
+    ) -> Iterator[Session]:
         if torch.is_inference_mode_enabled():
             raise FlopsError("call estimate outside of torch.inference_mode: it makes gradients")
         batch = Batch(inputs, targets, self.loss_fn)
         places = positions(index, batch.size)
         check_modes(self.modules)
-        ranks = self._ranks()
-        if isinstance(ranks, Collectives):
-            prints = fingerprint(self.model, batch.leaves, places, self.steps, self.seed)
-            ranks.check_same(prints)
+        ranks, replicas = self._meet(batch, places, join)
         with DeferSignals(), Claim(self.modules):
             state = RandomState()
             try:
@@ -269,8 +302,20 @@ class ForwardGradient:
                     with torch.no_grad():
                         losses, record, view = self._clean(passes, layout, reads, state, ranks)
                         clean = float(batch.size) if reads else 0.0
+                        if self._reads_outputs:
+                            view = joint_view(view, replicas)
                         yield Session(
-                            layout, passes, record, losses, places, chunk, ranks, clean, probe, view
+                            layout,
+                            passes,
+                            record,
+                            losses,
+                            places,
+                            chunk,
+                            ranks,
+                            replicas,
+                            clean,
+                            probe,
+                            view,
                         )
                     check_deterministic(state, self.modules)
             finally:
@@ -292,13 +337,33 @@ class ForwardGradient:
         view = loss_view(passes.batch, *seen) if seen else None
         return losses, dict(record), view
 
-    def _ranks(self) -> Ranks:
-        """Ranks that share the rows; a process group may be initialised between two steps."""
-        group = self.process_group
-        if isinstance(group, Ranks):
-            return group
-        several = group is not None and dist.is_available() and dist.is_initialized()
-        return Collectives.of(group) if several else Ranks()
+    def _meet(self, batch: Batch, index: Tensor | None, join: bool) -> tuple[Ranks, Replicas]:
+        """Ranks that share the rows, and those with other points, after checks of both.
+
+        Args:
+            batch: This rank's batch.
+            index: Positions of its points in the data set.
+            join: Whether data-parallel ranks join their batches.
+        """
+        of, replicas = axes(self.process_group, self.parallel), Replicas(batch.size)
+        if isinstance(of.query, Collectives):
+            more = {"batch": batch.leaves, "index": index}
+            of.query.check_same(fingerprint(self.model, self.steps, self.seed, **more))
+        if join and isinstance(of.data, Collectives):
+            told = {"use of an index": index is None}
+            prints = fingerprint(self.model, self.steps, self.seed, **told)
+            whole = partial(batch_digest, batch.leaves, index)
+            replicas = DataParallel(of.data, of.data.meet(batch.size, prints, whole))
+        return of.query, replicas
+
+    def _exact(self, session: Session) -> Gradients | None:
+        """Backpropagated gradients of all points; None if the loss is not differentiable."""
+        found, replicas = exact_gradients(self.model, session.passes.batch), session.replicas
+        if not replicas.several:
+            return found
+        own = {p: g * replicas.share for p, g in (found or {}).items()}
+        trained = [p for group in self.groups for p in group.parameters]
+        return replicas.sum_gradients(own, trained) or None
 
     def inspect(self, inputs: Any, targets: Any = None) -> Self:
         """Trace the forward pass for ``print(fg)``, without an estimate."""
@@ -337,10 +402,18 @@ class ForwardGradient:
             self.key(number),
         )
 
-    def budgets(self, size: int) -> dict[str, int]:
-        """Queries of each group for ``size`` points; groups may share a total."""
+    def budgets(self, size: int, agree: Callable[[Tensor], Tensor] | None = None) -> dict[str, int]:
+        """Queries of each group for ``size`` points; groups may share a total.
+
+        Args:
+            size: Points.
+            agree: Makes queries per point equal on ranks that round differently.
+        """
         automatic = [g for g in self.groups if g.automatic and g.estimator.makes_queries]
         chosen = self._automatic_queries(automatic) if automatic else {}
+        if automatic and agree is not None:
+            values = agree(torch.tensor([*chosen.values()], dtype=torch.float64)).tolist()
+            chosen = dict(zip(chosen, values, strict=True))
         budgets = {g.name: budget_of(g, size, chosen.get(g.name)) for g in self.groups}
         joint = [g for g in self.groups if self.allocators[g.name].across_groups]
         if joint:

@@ -40,6 +40,10 @@ class Writer:
         spans: Pass of each group's local VJPs; None for none.
         structure: Structure of the forward pass, with the uses of parameters.
         update: Receives the gradients instead of ``.grad``.
+
+    Attributes:
+        streaming: Whether parameters are written before all gradients are known.
+        seeded: Whether gradients are needed as keys and scalars.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class Writer:
         structure: Structure,
         update: Update | None = None,
     ) -> None:
-        self._update = update
+        self._update, self.seeded = update, update is not None
         self._expected = Counter(p for parameters in groups.values() for p in parameters)
         self.streaming = update is not None or any(_hooks(p) for p in self._expected)
         self._spans = {name: span for name, span in spans.items() if span is not None}
@@ -196,6 +200,7 @@ class GroupSink:
         hold: Whether nothing is complete before `close`, because other ranks, or queries after a
             pilot, add to it.
         exact: The exact gradient, for the cosine.
+        share: This rank's share of some draws, first and last + 1; the others add theirs.
 
     Attributes:
         sums: Partial gradients of parameters that are not complete.
@@ -209,8 +214,10 @@ class GroupSink:
         parameters: Sequence[nn.Parameter],
         hold: bool = False,
         exact: Gradients | None = None,
+        share: Callable[[int], tuple[int, int]] | None = None,
     ) -> None:
         self._writer, self._group, self._hold, self._exact = writer, group, hold, exact
+        self._share = share
         self._open = dict.fromkeys(parameters)
         self.sums: Gradients = {}
         self.energy, self._truth, self._product = 0.0, 0.0, 0.0
@@ -221,6 +228,8 @@ class GroupSink:
 
     def add_draws(self, draws: Draws) -> None:
         """The complete gradient of the group, as keys and scalars."""
+        if self._share is not None:
+            draws = draws.part(*self._share(len(draws.weights)))
         if self._hold or self._exact is not None:
             for parameter, gradient, _ in draws.gradients():
                 self.add(parameter, gradient)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flops.allocators.base import Allocator, Signal
-from flops.allocators.budgets import note_demand
+from flops.allocators.budgets import demand_of, note_demand
 from flops.allocators.progress import isotropic_cosines, note_outlook
 from flops.engine.allocation import counts_of, learn
 from flops.engine.gradients import Collector, Discard, GroupSink, Writer
@@ -28,6 +29,7 @@ from flops.subspace.report import ShapingReport
 
 KEEP = 0.8  # decay of running averages
 SIGNAL = 0.01  # least share of signal in an estimate that is all noise
+MANY = 8  # shared draws whose noise takes longer than a message: 1.3 ns and 6.4 ns a value
 
 
 class Idle(Estimation):
@@ -57,8 +59,8 @@ class GroupStep:
         runner: Returns a runner that charges a cost.
 
     Attributes:
-        counts: Queries of each point, the pilot's included, shape (B,).
-        dropped: Points without any query.
+        counts: Queries of each point, the pilot's included, shape (B,); of this rank's points.
+        dropped: Points without any query, on all ranks; so are the other attributes of all ranks.
         noise: Trace of the covariance of the gradient; 0 if there is no sampling noise.
         snr: Squared norm of the gradient, minus the noise, over the noise.
         shaping: State of shaped noise, if any.
@@ -121,7 +123,7 @@ class GroupStep:
         plan, pilot = self.estimation.plan(), self._pilot
         if plan is None and pilot is not None and pilot.estimate is None:
             early = pilot.finish(self.estimation, self.runner, self.group.parameters)
-            learn(self.allocator, pilot.rest, early)
+            learn(self.allocator, pilot.rest, early, self.runner.replicas)
             later = self._allocate(pilot.rest)
             pilot.weigh(later)
             self.counts = pilot.counts + later
@@ -133,14 +135,22 @@ class GroupStep:
     ) -> None:
         """Write the gradient times a scale, and train the allocator."""
         size, pilot, parameters = self._queries.size, self._pilot, self.group.parameters
-        shared = self.runner.world_size > 1 and self.estimation.partial
+        replicas, joint = self.runner.replicas, self.estimation.joint
+        partial = self.runner.world_size > 1 and self.estimation.partial
+        split = self._split(writer)
+        shared = partial or split or (replicas.several and not joint)
+        own = 1.0 if joint else replicas.share
         withheld = self.estimation.withheld
         target = Discard(writer) if withheld and isinstance(writer, Writer) else writer
-        sink = GroupSink(target, self.group.name, parameters, pilot is not None or shared, exact)
+        part = self.runner.share if split else None
+        hold = pilot is not None or shared
+        sink = GroupSink(target, self.group.name, parameters, hold, exact, part)
         share = 0.0 if pilot is None else pilot.share
-        self.estimation.write(sink, self.runner, (1 - share) * scale)
-        if shared:
+        self.estimation.write(sink, self.runner, (1 - share) * scale * own)
+        if partial or split:
             sink.sums = self.runner.sum_gradients(sink.sums, parameters)
+        if not joint:
+            sink.sums = replicas.sum_gradients(sink.sums, parameters)
         self.estimate = first = self.estimation.finish()
         self.noise = (1 - share) ** 2 * variance(self.estimate, size)
         if pilot is not None and pilot.estimate is not None:
@@ -149,9 +159,11 @@ class GroupStep:
                 sink.add(parameter, gradient * (share * scale))
             self.noise += share**2 * variance(first, size)
         else:
-            learn(self.allocator, self._signal, first)
+            learn(self.allocator, self._signal, first, replicas)
         sink.close()
         norm = sink.energy / scale**2
+        demand = demand_of(traces_of(first, size)) if first.points is not None else 0.0
+        mean, demand = self._join(first, demand, own)
         if self.noise > 0:
             self.snr = max(0.0, norm - self.noise) / self.noise
         if isinstance(self.estimation, Idle):
@@ -159,20 +171,50 @@ class GroupStep:
         if self.estimate.shaped is not None:
             report = self.estimate.shaped.report
             self.shaping = replace(report, withheld=self.estimation.withheld)
-        self.loss, self.cosine = first.loss, sink.cosine
+        self.cosine = sink.cosine
         cost = self.cost.queries / max(self.cost.rows, 1)
         if self.allocator.across_groups and first.points is not None:
-            note_demand(self._queries.memory, traces_of(first, size), norm, cost)
+            note_demand(self._queries.memory, demand, norm, cost)
         memory = self._queries.memory
         if self.shaping is not None:
             memory["withheld"] = memory.get("withheld", 0) + 1 if withheld else 0
             note_signal(memory, norm, self.noise)
-        if self.group.automatic and self.dropped < size:
-            self._note_outlook(norm, cost)
+        if self.group.automatic and self.dropped < replicas.total:
+            self._note_outlook(norm, cost, mean)
 
-    def _note_outlook(self, norm: float, cost: float) -> None:
+    def _split(self, writer: Writer | Collector) -> bool:
+        """Whether ranks that share the rows sum gradients over parts of many shared draws.
+
+        Of a few draws, everybody generates all: that takes less time than to send a gradient.
+        """
+        estimator, seeded = self.group.estimator, isinstance(writer, Writer) and writer.seeded
+        if self.runner.world_size == 1 or not estimator.seeded or seeded:
+            return False
+        return int(self.counts[0]) // estimator.unit >= MANY
+
+    def _join(self, first: Estimate, demand: float, own: float) -> tuple[float, float]:
+        """Sum noise, costs and counts over the replicas; returns mean counts and the demand.
+
+        Args:
+            first: Statistics of the first queries.
+            demand: sum_j sqrt(Tr_j) of this rank's points.
+            own: Weight of this rank's gradient; 1 if it is that of all.
+        """
+        replicas, cost, joint = self.runner.replicas, self.cost, self.estimation.joint
+        loss = math.nan if first.loss is None else first.loss
+        mine = [float(self.counts.sum()), demand, self.dropped]
+        mine += [cost.rows, cost.queries, cost.local, own**2 * self.noise, own * loss]
+        (sums,) = replicas.sum([torch.tensor(mine, dtype=torch.float64)])
+        counts, demand, dropped, rows, cost.queries, cost.local, noise, loss = sums.tolist()
+        self.dropped, cost.rows = round(dropped), round(rows)
+        if not joint:  # else it is that of all already
+            self.noise = noise
+        self.loss = None if first.loss is None else first.loss if joint else loss
+        return counts / replicas.total, demand
+
+    def _note_outlook(self, norm: float, cost: float, queries: float) -> None:
         """What the next step can expect of some queries; nothing while the group is withheld."""
-        shaped, queries = self.estimate.shaped, float(self.counts.double().mean())
+        shaped = self.estimate.shaped
         if shaped is None:  # unbiased: longer than the gradient
             energy = max(norm - self.noise, SIGNAL * self.noise)
             cosines = isotropic_cosines(energy, self.noise, queries)
@@ -182,7 +224,7 @@ class GroupStep:
         else:
             return
         count = sum(p.numel() for p in self.group.parameters)
-        local, memory = self.cost.local / self._queries.size, self._queries.memory
+        local, memory = self.cost.local / self.runner.replicas.total, self._queries.memory
         note_outlook(memory, (count * energy) ** 0.5, cosines, cost, local)
 
 

@@ -65,11 +65,13 @@ class Pilot:
         self, estimation: Estimation, runner: Runner, parameters: Sequence[nn.Parameter]
     ) -> Estimate:
         """Compute the pilot's gradients and statistics."""
-        found = Collected()
-        estimation.write(found, runner)
+        found, replicas = Collected(), runner.replicas
+        estimation.write(found, runner, 1.0 if estimation.joint else replicas.share)
         self.gradients = found.gradients
         if estimation.partial:
             self.gradients = runner.sum_gradients(found.gradients, parameters)
+        if not estimation.joint:
+            self.gradients = replicas.sum_gradients(self.gradients, parameters)
         self.estimate = estimation.finish()
         return self.estimate
 

@@ -34,10 +34,20 @@ class QueryLoop:
         size: Points of the batch.
         chunk: Largest number of rows of a query.
         ranks: Ranks that share the rows.
+        together: Whether all groups run before any of them is collected, which several ranks do to
+            wait for each other once; else one group after the other.
     """
 
-    def __init__(self, steps: Sequence[GroupStep], size: int, chunk: int, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        steps: Sequence[GroupStep],
+        size: int,
+        chunk: int,
+        ranks: Ranks,
+        together: bool = False,
+    ) -> None:
         self._steps, self._size, self._chunk, self._ranks = steps, size, chunk, ranks
+        self._together = together or ranks.size > 1
         self._queue: deque[tuple[int, Rows]] = deque()
         self._round: dict[int, Plan] = {}
         self._values: dict[int, list[Tensor]] = {}
@@ -62,7 +72,6 @@ class QueryLoop:
 
     def _advance(self) -> bool:
         """Synchronise the ranks, and collect the next plans."""
-        several = self._ranks.size > 1
         if self._round:
             self._synchronise()
         self._round = {}
@@ -70,13 +79,13 @@ class QueryLoop:
             plan = step.plan()
             if plan is not None:
                 self._round[number] = plan
-                if not several:  # no other ranks: one group's noise at a time
+                if not self._together:  # no other ranks: one group's noise at a time
                     break
         self._values = {number: [] for number in self._round}
         for number, plan in self._round.items():
             chunks = own_chunks(plan, self._size, self._chunk, self._ranks)
             self._queue.extend((number, rows) for rows in chunks)
-        if several and not self._round:
+        if self._ranks.size > 1 and not self._round:
             self._sum_costs()
         return bool(self._round)
 

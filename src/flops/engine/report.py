@@ -18,13 +18,14 @@ class StepReport:
         loss: Mean clean loss of the batch; of the queries, without a clean pass (MeZO).
         queries: Perturbed rows, over all groups.
         forward_equivalents: Cost in passes of one point; its parts are attributes.
-        counts: Queries of each point, shape (B,), by group.
+        counts: Queries of each point of this process, shape (B,), by group.
         dropped: Points without a query (with ``min_queries=0``), by group.
         snr: Signal-to-noise ratio of the gradient estimate, by group.
         seconds: Time of the step.
         shaping: State of shaped noise, by group.
         cosine: Cosine to the exact gradient, by group; empty unless ``exact=True``.
         failed: Rows that a black box failed to evaluate, and that are left out.
+        points: Points of the step, on all data-parallel ranks.
     """
 
     loss: float
@@ -37,3 +38,4 @@ class StepReport:
     shaping: dict[str, ShapingReport] = field(default_factory=dict)
     cosine: dict[str, float] = field(default_factory=dict)
     failed: int = 0
+    points: int = 0

@@ -30,6 +30,7 @@ from flops.estimators.base import (
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients, LocalTarget, local_vjps
 from flops.passes.replay import Passes, Record
+from flops.passes.replicas import Replicas
 from flops.perturb.activations import Sites
 
 
@@ -83,6 +84,13 @@ class Ranks:
     def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
         """Sums of the ranks' gradients, some of which may be missing."""
         return found
+
+    def fail(self, error: BaseException, always: bool = False) -> None:
+        """Tell the other ranks why this one does not go on."""
+
+    def fitters(self, points: int) -> Replicas | None:
+        """These ranks as replicas, each with its share of the points of one batch."""
+        return None
 
 
 def plan_rows(counts: Tensor, unit: int) -> Rows:
@@ -245,6 +253,7 @@ class LocalRunner:
         chunk: Largest number of rows in one pass.
         cost: Charged for all passes.
         ranks: Ranks that share the rows.
+        replicas: Ranks with other points of the same step; None for none.
     """
 
     passes: Passes
@@ -253,6 +262,12 @@ class LocalRunner:
     chunk: int
     cost: Cost
     ranks: Ranks = field(default_factory=Ranks)
+    replicas: Replicas = field(default_factory=lambda: Replicas(0))
+
+    def __post_init__(self) -> None:
+        """Without others, all points of the step are here."""
+        if not self.replicas.total:
+            object.__setattr__(self, "replicas", Replicas(self.size))
 
     def run(self, name: str, perturbation: Perturbation, rows: Rows) -> RowResults:
         """Perturbed losses of a chunk of rows.
@@ -283,6 +298,16 @@ class LocalRunner:
     def world_size(self) -> int:
         """Ranks that share the rows."""
         return self.ranks.size
+
+    @property
+    def fitters(self) -> Replicas | None:
+        """Ranks that share the rows, each with its share of the points; None for none.
+
+        Not on a mesh, nor for fewer points than ranks.
+        """
+        if self.world_size == 1 or self.replicas.several or self.size < self.world_size:
+            return None
+        return self.ranks.fitters(self.size)
 
     def share(self, count: int) -> tuple[int, int]:
         """First and last + 1 of this rank's share of ``count`` items."""

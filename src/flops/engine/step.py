@@ -23,6 +23,7 @@ from flops.estimators.base import Queries
 from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import LossView
 from flops.passes.replay import Passes
+from flops.passes.replicas import Replicas
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Session:
         index: Positions of the points in the data set, if given.
         chunk: Largest number of rows in one pass.
         ranks: Ranks that share the rows.
+        replicas: Ranks with other points of the same step.
         clean: Forward equivalents of the clean pass.
         probe: Cost of finding the layout, in passes of one row.
         view: What the loss reads of the outputs, for estimators that do, too.
@@ -50,6 +52,7 @@ class Session:
     index: Tensor | None
     chunk: int
     ranks: Ranks
+    replicas: Replicas
     clean: float
     probe: float
     view: LossView | None = None
@@ -62,8 +65,8 @@ class Session:
 
     def queries(self, group: str, key: tuple[int, ...], memory: dict[str, Any]) -> Queries:
         """Queries of one group; counts are set by the allocation."""
-        size = len(self.losses)
-        ids = list(range(size)) if self.index is None else self.index.tolist()
+        size, first = len(self.losses), self.replicas.offset
+        ids = list(range(first, first + size)) if self.index is None else self.index.tolist()
         none = torch.zeros(size, dtype=torch.long)
         recorded = frozenset(self.record)
         return Queries(group, size, self.losses, none, key, ids, memory, recorded, view=self.view)
@@ -71,12 +74,15 @@ class Session:
     def runner(self, cost: Cost) -> LocalRunner:
         """A runner of this batch's rows."""
         size = len(self.losses)
-        return LocalRunner(self.passes, self.record, size, self.chunk, cost, self.ranks)
+        return LocalRunner(
+            self.passes, self.record, size, self.chunk, cost, self.ranks, self.replicas
+        )
 
 
 def run_queries(steps: Sequence[GroupStep], session: Session, run: Run = run_query) -> None:
     """Phase 1: run all queries of the groups."""
-    loop = QueryLoop(steps, len(session.losses), session.chunk, session.ranks)
+    several = session.replicas.several
+    loop = QueryLoop(steps, len(session.losses), session.chunk, session.ranks, several)
     while (query := loop.next()) is not None:
         loop.tell(query, run(query))
 

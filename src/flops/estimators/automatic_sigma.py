@@ -46,6 +46,7 @@ from flops.estimators.base import (
 )
 from flops.estimators.shaped_activations import ActivationNoise
 from flops.passes.replay import Edit
+from flops.passes.replicas import Replicas
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import signed
 from flops.perturb.random import NoiseStream
@@ -100,6 +101,7 @@ class SigmaSearch(Estimation):
         queries: The group's queries.
         first: Whether it is the group's first search.
         begin: Begins the estimation at a sigma.
+        replicas: Ranks with other points: all search together, on a few points of all of them.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class SigmaSearch(Estimation):
         queries: Queries,
         first: bool,
         begin: Callable[[float], Estimation],
+        replicas: Replicas,
     ) -> None:
         self._binding, self._queries, self._begin = binding, queries, begin
         self._start, self._first = options.scale, first
@@ -116,6 +119,7 @@ class SigmaSearch(Estimation):
         self._powers = torch.arange(-SIDE, SIDE + 1, dtype=torch.float64)
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self.width = 2
+        self._replicas = replicas
         self._counts = self._spread(POINTS, 1)
         self._found: Estimation | None = None
         self._many = False
@@ -166,12 +170,11 @@ class SigmaSearch(Estimation):
 
         return run
 
-    def _with_rounding(self, errors: list[float]) -> list[float]:
+    def _with_rounding(self, errors: list[float], rounded: float) -> list[float]:
         """Errors with that of rounded noise added."""
-        squares, sizes = (sum(x) for x in zip(*self._rounding.values(), strict=True))
         sigmas = [self._sigma * self._ratio ** float(power) for power in self._powers]
         return [
-            math.hypot(error, math.sqrt(squares / sizes) / sigma)
+            math.hypot(error, math.sqrt(rounded) / sigma)
             for error, sigma in zip(errors, sigmas, strict=True)
         ]
 
@@ -190,21 +193,23 @@ class SigmaSearch(Estimation):
             self.withheld = self._found.withheld
             return
         odd, even = values.view(-1, len(self._powers), 2).unbind(2)
+        odd, even, rounded, queries = self._joined(odd, even)
         errors = relative_errors(odd, even)
         if self._many:
             errors = [_without_steps(error) for error in errors]
-        if self._rounding:  # on a rank with rows
-            errors = self._with_rounding(errors)
+        if rounded:  # on a rank with rows
+            errors = self._with_rounding(errors, rounded)
         unseen = math.isinf(min(errors))  # all noise was rounded away, or nothing depends on it
         best = self._best(errors, odd, unseen)
         best = int(runner.max(torch.tensor(float(best))))  # ranks may round differently
+        best = int(self._replicas.max(torch.tensor(float(best))))
         if self._queries.decide is not None:
             best = self._queries.decide("sigma", best)
         if best == MORE:
             self._many = True
-            few = max(SHARE * int(self._queries.counts.sum()), 2 * POINTS)
+            few = max(SHARE * queries, 2 * POINTS)
             most = math.ceil(min(DRAWS, few))
-            some = min(most, self._queries.size)
+            some = min(most, self._replicas.total)
             self._counts = self._spread(some, math.ceil(most / some))
             return
         self._sigma *= self._ratio ** float(self._powers[best])
@@ -217,11 +222,8 @@ class SigmaSearch(Estimation):
         if not (unseen and self._first):  # else the next step searches again
             self._queries.memory["sigma"] = (self._sigma, self._queries.key[1])
         self._found = self._begin(self._sigma)
-        self.partial, self.dtype, self.width = (
-            self._found.partial,
-            self._found.dtype,
-            self._found.width,
-        )
+        found = self._found
+        self.partial, self.dtype, self.width = found.partial, found.dtype, found.width
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
         """The gradient at the best sigma."""
@@ -233,11 +235,23 @@ class SigmaSearch(Estimation):
 
     def _spread(self, points: int, draws: int) -> Tensor:
         """Rows of each point: some draws of some points, at all sigmas and with both signs."""
-        size = self._queries.size
-        counts = torch.zeros(size, dtype=torch.long)
-        places = torch.linspace(0, size - 1, min(points, size)).round().long()
+        total, first = self._replicas.total, self._replicas.offset
+        counts = torch.zeros(total, dtype=torch.long)
+        places = torch.linspace(0, total - 1, min(points, total)).round().long()
         counts[places] = 2 * len(self._powers) * draws
-        return counts
+        self._draws = int(counts.sum()) // (2 * len(self._powers))
+        self._before = int(counts[:first].sum()) // (2 * len(self._powers))
+        return counts[first : first + self._queries.size]
+
+    def _joined(self, odd: Tensor, even: Tensor) -> tuple[Tensor, Tensor, float, float]:
+        """Both parts of all replicas' draws, the mean rounding of outputs, and all queries."""
+        parts = torch.zeros(2, self._draws, len(self._powers), dtype=odd.dtype)
+        parts[:, self._before : self._before + len(odd)] = torch.stack([odd, even])
+        rounding = [sum(x) for x in zip(*self._rounding.values(), strict=True)] or [0.0, 0]
+        few = torch.tensor([*rounding, int(self._queries.counts.sum())], dtype=torch.float64)
+        parts, few = self._replicas.sum([parts, few])
+        squares, sizes, queries = few.tolist()
+        return parts[0], parts[1], squares / sizes if sizes else 0.0, queries
 
     def _best(self, errors: list[float], odd: Tensor, unseen: bool) -> int:
         """Number of the sigma to go to, or MORE."""

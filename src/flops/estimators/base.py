@@ -28,6 +28,7 @@ from flops.passes.intercept import Action
 from flops.passes.local_vjp import Gradients, LocalTarget
 from flops.passes.loss_view import LossView
 from flops.passes.replay import Edit, Passes, Prefix
+from flops.passes.replicas import Replicas
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws
@@ -180,6 +181,16 @@ class Runner(Protocol):
         """Ranks that share the rows."""
         ...
 
+    @property
+    def replicas(self) -> Replicas:
+        """Ranks with other points of the same step."""
+        ...
+
+    @property
+    def fitters(self) -> Replicas | None:
+        """Ranks that share the rows, each with a part of the points to fit; None for none."""
+        ...
+
     def share(self, count: int) -> tuple[int, int]:
         """First and last + 1 of this rank's share of ``count`` items."""
         ...
@@ -232,7 +243,9 @@ class Estimation(ABC):
     """One group's part of one step.
 
     Attributes:
-        partial: Whether `write` adds this rank's part of a sum over the ranks.
+        partial: Whether `write` adds this rank's part of a sum over the ranks that share its rows.
+        joint: Whether `write` adds the gradient of all replicas' points, from sums over them
+            (`flops.passes.replicas`); else it is that of this replica's, and the engine sums them.
         dtype: Type of the values that `tell` returns.
         width: Values that `tell` returns for each draw or row; their shape is (draws, width) if
             that is more than one.
@@ -240,6 +253,7 @@ class Estimation(ABC):
     """
 
     partial: bool = False
+    joint: bool = False
     dtype: torch.dtype = torch.float32
     width: int = 1
     withheld: bool = False

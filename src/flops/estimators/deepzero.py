@@ -35,6 +35,7 @@ from flops.estimators.base import (
     Runner,
     Sink,
 )
+from flops.estimators.shared_parameters import mean_losses
 from flops.estimators.spsa import SPSA
 from flops.estimators.variance import Collected, warn_if_rounding
 from flops.passes.binding import Binding
@@ -96,6 +97,8 @@ class DeepZero(Estimator):
 class _CoordinateWise(Estimation):
     """One finite difference per coordinate of the set S, after two rounds that score it."""
 
+    joint = True
+
     def __init__(self, options: DeepZero, binding: Coordinates, queries: Queries) -> None:
         self._options, self._binding, self._queries = options, binding, queries
         self.dtype = queries.losses.dtype
@@ -147,8 +150,8 @@ class _CoordinateWise(Estimation):
                 ratios = self._grasp(self._here, found.gradients)
                 self._queries.memory["ratios"] = ratios / ratios.sum()
             return
-        means = values.view(-1, self._queries.size).mean(1)
-        clean = self._queries.losses.mean().cpu()
+        by_pass = values.view(-1, self._queries.size)
+        means, clean = mean_losses(by_pass, self._queries, runner.replicas)
         self._derivatives = (means - clean) / self._options.sigma
         differences = (self._derivatives * self._options.sigma).to(self._queries.losses.dtype)
         warn_if_rounding(self._queries, differences)

@@ -39,7 +39,7 @@ from flops.estimators.base import (
     Rows,
     Runner,
 )
-from flops.estimators.shared_parameters import SharedDraws
+from flops.estimators.shared_parameters import SharedDraws, mean_losses
 from flops.passes.checks import check_finite
 from flops.passes.flop_count import UseMeter
 from flops.passes.intercept import Action, Forward
@@ -123,9 +123,10 @@ class _Tangents(SharedDraws):
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """One derivative per draw: the mean over the batch."""
         check_finite(values, f"the directional derivatives of group '{self._queries.name}'", points)
-        self._derivatives = values.view(-1, self._queries.size).mean(1)
+        by_pass, replicas = values.view(-1, self._queries.size), runner.replicas
+        self._derivatives, _ = mean_losses(by_pass, self._queries, replicas)
         total = runner.sum(torch.tensor([self._total], dtype=torch.float64))
-        self._loss = float(total) / len(values)
+        self._loss = float(replicas.sum([total])[0]) / (len(by_pass) * replicas.total)
 
 
 @cache

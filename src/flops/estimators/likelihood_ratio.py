@@ -178,7 +178,8 @@ class LikelihoodRatio(Estimator):
             begin = partial(self._begin, binding, queries, runner)
             if not search:
                 return begin(now)
-            return SigmaSearch(replace(self, sigma=now), binding, queries, found is None, begin)
+            options, first = replace(self, sigma=now), found is None
+            return SigmaSearch(options, binding, queries, first, begin, runner.replicas)
         sigma = self.sigma or default_sigma(binding.dtype)
         _warn_if_lost(sigma, binding.dtype, queries)
         return self._begin(binding, queries, runner, sigma)

@@ -131,7 +131,7 @@ class ParameterNoise(Estimator):
     def begin(self, binding: ParameterCalls, queries: Queries, runner: Runner) -> Estimation:
         """One group's part of a step."""
         if self.shaping is not None:
-            return ShapedParameters(self, self.shaping, binding, queries)
+            return ShapedParameters(self, self.shaping, binding, queries, runner)
         if self.shared:
             return SharedEstimation(self, binding, queries)
         return _Pointwise(self, binding, queries)

@@ -29,6 +29,7 @@ from flops.estimators.base import (
 )
 from flops.estimators.variance import jacobian_energy, warn_if_rounding
 from flops.passes.loss_view import LossView
+from flops.passes.replicas import Replicas
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import signed
 from flops.perturb.random import Kind
@@ -74,7 +75,9 @@ class ShapedActivations(Estimation):
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
         self._device = binding.sites[0].leaf.device
         self._view = queries.view if options.reads_outputs else None
-        grids, mask = site_grids(binding, shaping.mask, runner.passes, queries.memory)
+        grids, mask = site_grids(
+            binding, shaping.mask, runner.passes, queries.memory, runner.replicas
+        )
         names = [binding.structure.calls[site.call].name for site in binding.sites]
         space = Space(
             grids,
@@ -96,6 +99,8 @@ class ShapedActivations(Estimation):
             queries.losses,
             queries.decide,
             self._view,
+            runner.replicas,
+            runner.fitters,
         )
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
         self._derivatives, self._points = torch.empty(0), torch.empty(0)
@@ -142,7 +147,7 @@ class ShapedActivations(Estimation):
         features, clean = None, self._queries.losses.abs().median()
         if self._view is not None:
             losses, values, rest = values[:, 0], values[:, 1], values[:, 2:]
-            if _agree(values, losses):
+            if _agree(values, losses, runner.replicas):
                 features = torch.cat(self._features) if self.width == 2 else rest
             else:
                 values = losses
@@ -150,7 +155,7 @@ class ShapedActivations(Estimation):
         self._step.collect(values, points, features)
         # Ranks may round differently, and must agree.
         withheld = torch.tensor(float(self._step.shaped.report.withheld))
-        self.withheld = bool(runner.max(withheld) > 0)
+        self.withheld = bool(runner.replicas.max(runner.max(withheld)) > 0)
         isotropic = self._step.isotropic  # along a known direction it may be 0
         arrived = Arrived.among(values, points, self._size)
         if arrived is not None:
@@ -185,15 +190,13 @@ def _with_outputs(view: LossView, run: Callable[..., Tensor]) -> RowResults:
     return RowResults(losses, seen[0])
 
 
-def _agree(found: Tensor, losses: Tensor) -> bool:
+def _agree(found: Tensor, losses: Tensor, replicas: Replicas) -> bool:
     """Whether derivatives by the outputs are those of the losses, up to curvature and rounding.
 
     They are not if the loss function detaches some outputs, or reads anything else.
     """
-    squares = found.double().square()
-    if not float(squares.sum()) > 0:
-        return False
-    error = (losses - found).double()
-    slope = float((found * error).sum() / squares.sum())
-    spread = float((squares * error.square()).sum().sqrt() / squares.sum())
-    return abs(slope) <= UNLIKE + 4 * spread
+    squares, error = found.double().square(), (losses - found).double()
+    parts = (squares, found * error, squares * error.square())
+    (sums,) = replicas.sum([torch.stack([part.sum() for part in parts])])
+    whole, product, spread = sums.tolist()
+    return bool(whole > 0 and abs(product) <= UNLIKE * whole + 4 * spread**0.5)

@@ -76,7 +76,12 @@ class ShapedParameters(Estimation):
     """Shaped queries, then the mean of the points' estimates."""
 
     def __init__(
-        self, options: ShapedNoise, shaping: Shaping, calls: ParameterCalls, queries: Queries
+        self,
+        options: ShapedNoise,
+        shaping: Shaping,
+        calls: ParameterCalls,
+        queries: Queries,
+        runner: Runner,
     ) -> None:
         self._options, self._calls, self._queries = options, calls, queries
         self._entries = _side_by_side(calls)
@@ -100,7 +105,13 @@ class ShapedParameters(Estimation):
             device=self._support.mask.device,
         )
         self._step = ShapedStep(
-            space, shaping, queries.memory, queries.counts, queries.losses, queries.decide
+            space,
+            shaping,
+            queries.memory,
+            queries.counts,
+            queries.losses,
+            queries.decide,
+            replicas=runner.replicas,
         )
         self._plan: PointPlan | None = PointPlan(queries.counts, options.unit)
         self._derivatives, self._points = torch.empty(0), torch.empty(0)

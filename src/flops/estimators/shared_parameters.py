@@ -27,6 +27,7 @@ from flops.estimators.base import (
 )
 from flops.passes.intercept import Action, Forward
 from flops.passes.replay import empty_prefix
+from flops.passes.replicas import Replicas
 from flops.perturb.draws import Draws, DrawShape, Noise, Pieces, shifted
 from flops.perturb.parameter_calls import CalledModule, ParameterCalls
 
@@ -62,6 +63,8 @@ class SharedDraws(Estimation):
         queries: The group's part of the step.
         unit: Passes over the batch for each draw.
     """
+
+    joint = True
 
     def __init__(
         self, noise: Noise, calls: ParameterCalls, queries: Queries, unit: int = 1
@@ -104,6 +107,22 @@ class SharedDraws(Estimation):
         return self._shape.pieces(self._drawn, key, number)
 
 
+def mean_losses(by_pass: Tensor, queries: Queries, replicas: Replicas) -> tuple[Tensor, Tensor]:
+    """Mean loss of all replicas' points in each pass, and without noise.
+
+    Args:
+        by_pass: Losses of this replica's points, shape (passes, B).
+        queries: The group's queries, with the clean losses.
+        replicas: Ranks with other points.
+    """
+    if not replicas.several:
+        return by_pass.mean(1), queries.losses.mean().cpu()
+    clean = queries.losses.cpu().double().sum().view(1)
+    (sums,) = replicas.sum([torch.cat([by_pass.double().sum(1), clean])])
+    means = sums / replicas.total
+    return means[:-1], means[-1]
+
+
 class SharedEstimation(SharedDraws):
     """Finite differences: mean losses of the batch under each draw."""
 
@@ -129,8 +148,7 @@ class SharedEstimation(SharedDraws):
         if bool(torch.isnan(by_pass).any()):
             self._collect_arrived(by_pass)
             return
-        means = by_pass.mean(1)
-        clean = self._queries.losses.mean().cpu()
+        means, clean = mean_losses(by_pass, self._queries, runner.replicas)
         self._derivatives = self._options.derivatives(means, clean)
         self._scale = self._options.scale(means)
         self._loss = float(means.mean())

@@ -139,14 +139,17 @@ def jacobian_energy(sites: Sites, queries: Queries, runner: Runner) -> float:
         own = runner.share(queries.size)
         deltas = sites.split(_signs(sites, queries, *own))
         # Partial gradients are summed over the ranks before their norm is taken.
-        found = Energy() if runner.world_size == 1 else Collected()
+        replicas = runner.replicas
+        alone = runner.world_size == 1 and not replicas.several
+        found = Energy() if alone else Collected()
         runner.local_vjps(sites, deltas, found, own)
         if isinstance(found, Energy):
             now = found.total
         else:
             parameters = list(dict.fromkeys(p for t in sites.local for p in t.parameters))
-            now = energy(runner.sum_gradients(found.gradients, parameters))
-        total, count = total + now / queries.size, count + 1
+            whole = runner.sum_gradients(found.gradients, parameters)
+            now = energy(replicas.sum_gradients(whole, parameters))
+        total, count = total + now / replicas.total, count + 1
         queries.memory["jacobian_energy"] = (total, count)
     return float(total / count)
 

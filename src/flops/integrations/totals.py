@@ -33,9 +33,9 @@ class Totals:
         """Cost of the run in forward passes of one point."""
         return math.fsum(self.parts.values())
 
-    def add(self, report: StepReport, points: int) -> None:
-        """Count a micro-batch."""
-        self.points += points
+    def add(self, report: StepReport) -> None:
+        """Count a micro-batch, of all processes."""
+        self.points += report.points
         self.queries += report.queries
         for name, cost in report.forward_equivalents.parts().items():
             self.parts[name] = self.parts.get(name, 0.0) + cost

@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 REFUSED = {
     "deepspeed": "DeepSpeed shards parameters, which queries need whole; launch with torchrun "
-    "alone, and the processes share the queries of every step",
+    "alone, and every process trains on its own batches",
     "fsdp": "FSDP shards parameters, which queries need whole; launch with torchrun alone, and "
-    "the processes share the queries of every step",
+    "every process trains on its own batches",
     "torch_compile": "a compiled model cannot be perturbed or replayed; leave torch_compile out",
     "fp16": "fp16=True scales the loss for a backward pass that is never made; load the model in "
     "half precision (dtype=torch.float16), or use bf16=True",
@@ -43,8 +43,8 @@ def accept(args: Any) -> Any:
         )
     if args.world_size > 1 and args.train_sampling_strategy == "batch_rebalance":
         raise FlopsError(
-            "ForwardTrainer: all processes train on the same batch, which batch_rebalance would "
-            "split; choose another train_sampling_strategy"
+            "ForwardTrainer: batches of batch_rebalance are not split over processes here; choose "
+            "another train_sampling_strategy"
         )
     if args.gradient_checkpointing:
         logger.warning(

@@ -11,6 +11,7 @@ optimizer, schedule, clipping, callbacks, evaluation, checkpoints.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from flops.allocators.base import Allocator
 from flops.allocators.gaussian import Feature
 from flops.engine.auto_groups import automatic_groups
+from flops.engine.axes import Parallel
+from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.report import StepReport
@@ -60,7 +63,8 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
     All arguments of `transformers.Trainer` are taken, and those below by keyword. A step costs
     ``queries`` forward passes per point and group, counted in the logs as ``queries`` and
     ``forward_equivalents``. The model stays in evaluation mode, so that queries differ by their
-    noise alone. Launched with torchrun, all processes load the same batches and share the queries.
+    noise alone. Launched with torchrun, every process trains on its own batches, as with the stock
+    Trainer, and a step is that of all their points; or all share the queries of the same batches.
 
     Args:
         model: A transformers or PEFT model; any module with `loss`.
@@ -77,6 +81,8 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         loss: ``losses = loss(outputs, labels)``, one per row; None derives it from the model
             (`flops.losses.from_model`).
         chunk: Most rows in a pass.
+        parallel: What processes share: "data", each has its own batches, or "query", all load the
+            same batches and share their queries, for few points with many queries.
         options: Further arguments of Trainer.
 
     Attributes:
@@ -101,14 +107,16 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         allocator: Allocator | None = None,
         loss: LossFunction | None = None,
         chunk: int | None = None,
+        parallel: Parallel = "data",
         **options: Any,
     ) -> None:
+        self._parallel = parallel
         self._method, self._queries, self._sigma = method, queries, sigma
         self._groups, self._estimator, self._allocator = groups, estimator, allocator
         self._chunk, self._given_loss = chunk, loss
         self._check_options(options)
         self._engine: ForwardGradient | None = None
-        self._points: int | None = None  # of all micro-batches of a step
+        self._shares: deque[float] = deque()  # of the step's points, in each micro-batch
         self._told_of_dropout = False
         self.totals = Totals()
         self.report: StepReport | None = None
@@ -160,6 +168,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         """The engine for the model as it is now; made when it is first needed."""
         if self._engine is None:
             self._engine = self._new_engine()
+            self._engine.parallel = self._parallel
         return self._engine
 
     def _new_engine(self) -> ForwardGradient:
@@ -196,6 +205,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
     def train(self, *args: Any, **options: Any) -> Any:
         """Train, or resume; see `transformers.Trainer.train`."""
         self._engine, self.totals = None, Totals()
+        self._shares.clear()
         return super().train(*args, **options)
 
     def training_step(
@@ -206,12 +216,11 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         train = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(train):
             train()
-        size = points_in(inputs)
-        share = size / self._points if self._points else 1.0
+        share = self._shares.popleft() if self._shares else 1.0
         arguments, labels, rows = self._split(self._prepare_inputs(dict(inputs)))
         with prompts_by_row(self.engine.model), self.compute_loss_context_manager():
             self.report = self.engine.estimate(arguments, labels, index=rows, scale=share)
-        self.totals.add(self.report, size)
+        self.totals.add(self.report)
         return torch.tensor(self.report.loss * share, device=self.args.device)
 
     def _without_dropout(self) -> None:
@@ -259,7 +268,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         return (losses.mean(), outputs) if return_outputs else losses.mean()
 
     def get_train_dataloader(self) -> Any:
-        """The training data in the same batches on all processes, with the rows of each."""
+        """The training data in batches of each process, with their rows."""
         if self.train_dataset is None:
             raise ValueError("ForwardTrainer: training requires a train_dataset")
         args, collate, dataset = self.args, self.data_collator, self.train_dataset
@@ -288,30 +297,35 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         return prepare_data_loader(
             loader,
             args.device,
-            num_processes=1,
-            process_index=0,
+            num_processes=args.world_size if self._parallel == "data" else 1,
+            process_index=args.process_index if self._parallel == "data" else 0,
             put_on_device=self.accelerator.device_placement,
             use_seedable_sampler=self.accelerator.use_seedable_sampler,
             data_seed=args.data_seed,
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Points of a step: processes share queries, not points."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps)
+        """Points of a step: of all processes, unless these share its queries."""
+        points = int(self._train_batch_size * args.gradient_accumulation_steps)
+        return points * args.world_size if self._parallel == "data" else points
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """The micro-batches of a step; their points are counted, to weight them."""
+        """The micro-batches of a step; points of all processes are counted, to weight them."""
         batches, items = super().get_batch_samples(*args, **options)
-        self._points = sum(points_in(batch) for batch in batches)
+        sizes = [float(points_in(batch)) for batch in batches]
+        if self._parallel == "data" and sizes:
+            sizes = Collectives.of("auto").sum_scalars(sizes)
+        self._shares = deque(size / sum(sizes) for size in sizes)
         return batches, items
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """Of the last micro-batch: a forward pass is a third of what the Trainer counts."""
         if self.report is None:
             return 0
-        per_point = float(self.report.forward_equivalents) / max(points_in(inputs), 1)
-        # The report is of all processes, and the Trainer adds theirs up.
-        return int(super().floating_point_ops(inputs) / 3 * per_point / self.args.world_size)
+        per_point = float(self.report.forward_equivalents) / self.report.points
+        # The report is of all processes, and the Trainer adds up their inputs.
+        repeated = 1 if self._parallel == "data" else self.args.world_size
+        return int(super().floating_point_ops(inputs) / 3 * per_point / repeated)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Add queries and forward equivalents so far, and the means of the groups' statistics."""

@@ -9,14 +9,16 @@ residuals r of other points: the gradients of points that were not drawn lie in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.passes.batch import Batch
+from flops.passes.replicas import Replicas
 
 MOST = 1 << 24  # values of all points' outputs
 EVERY = 32  # outputs that are all looked at; of more, the directions of the residuals
@@ -38,6 +40,7 @@ class LossView:
         basis: Orthonormal, shape (p, K); None for the outputs themselves.
         roots: Residuals of the batch, each normalised, have the second moment roots^T roots in the
             features, shape (q, p).
+        common: Whether all replicas have the same features.
     """
 
     leaves: tuple[int, ...]
@@ -46,6 +49,7 @@ class LossView:
     residuals: Tensor
     basis: Tensor | None
     roots: Tensor
+    common: bool = True
 
     @property
     def size(self) -> int:
@@ -55,7 +59,7 @@ class LossView:
     @property
     def name(self) -> tuple[Any, ...] | None:
         """Identifies the features; None if those of the next batch are others."""
-        if self.basis is not None:
+        if self.basis is not None or not self.common:
             return None
         columns = () if self.columns is None else tuple(self.columns.tolist())
         return (self.leaves, columns, self.clean.size(1))
@@ -141,15 +145,46 @@ def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView 
     return LossView(leaves, None if every else columns, clean, residuals, basis, roots)
 
 
+def joint_view(view: LossView | None, replicas: Replicas) -> LossView | None:
+    """The view with the residuals of all replicas' points; None if one of them has no view.
+
+    Of many outputs, the directions of the residuals stay those of each replica's points.
+    """
+    if not replicas.several:
+        return view
+    code = float(crc32(repr(None if view is None else view.name).encode()))
+    named = view is not None and view.name is not None
+    mine = torch.tensor([code, -code, float(view is None), float(not named)], dtype=torch.float64)
+    high, low, missing, unnamed = replicas.max(mine).tolist()
+    if missing or view is None:
+        return None
+    if unnamed or high != -low:
+        return replace(view, common=False)
+    unit = _normalised(view.residuals)
+    moment = unit.T @ unit  # (K, K)
+    moment, count = replicas.sum([moment, moment.new_tensor([len(unit)])])
+    values, vectors = torch.linalg.eigh(moment / count.clamp(min=1))
+    values, vectors = values.flip(0)[:DIRECTIONS].clamp(min=0).sqrt(), vectors.flip(1).T
+    keep = values > LEAST * values[0]
+    roots = vectors[:DIRECTIONS][keep] * values[keep].unsqueeze(1)
+    return replace(view, roots=roots.to(view.roots))
+
+
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1)
 
 
-def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Basis of the features, and the root of the second moment of the normalised residuals."""
+def _normalised(residuals: Tensor) -> Tensor:
+    """Residuals of length 1, in double precision, without those that are zero."""
     wide = residuals.double()  # squares of float32 underflow at a batch that is fitted
     norms = wide.norm(dim=1, keepdim=True)
-    unit = (wide / norms.clamp(min=torch.finfo(wide.dtype).tiny))[norms.squeeze(1) > 0]
+    unit: Tensor = wide / norms.clamp(min=torch.finfo(wide.dtype).tiny)
+    return unit[norms.squeeze(1) > 0]
+
+
+def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Basis of the features, and the root of the second moment of the normalised residuals."""
+    unit = _normalised(residuals)
     if not len(unit):
         return None, residuals[:0]
     _, values, vectors = torch.linalg.svd(unit, full_matrices=False)

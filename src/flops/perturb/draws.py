@@ -8,7 +8,7 @@ parameter always has the same noise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -219,17 +219,27 @@ class Draws:
             parameter.add_(target, alpha=alpha)
         return energy
 
+    def part(self, first: int, last: int) -> Draws:
+        """The part of the gradient that draws first, ..., last - 1 add to it."""
+        kept = [w if first <= i < last else 0.0 for i, w in enumerate(self.weights)]
+        return replace(self, weights=tuple(kept))
+
+    def _weighted(self) -> list[tuple[int, float]]:
+        """Draws that add something, with their weights; the first if none does."""
+        return [(i, w) for i, w in enumerate(self.weights) if w != 0] or [(0, 0.0)]
+
     def _row(self) -> Tensor:
         """The gradient of all parameters of a small group, as a new row."""
         first, size = self.shape.parameters[0], self.shape.offsets[-1]
         total, spare = torch.empty(0), torch.empty(0)
-        for draw, weight in enumerate(self.weights):
+        for draw, weight in self._weighted():
             z = self.kept.get(draw)
             if z is None:
                 if not len(spare):
                     spare = torch.empty(size, dtype=torch.float32, device=first.device)
                 z = self.shape.fill(self.noise, (*self.key, draw), spare)
-            total = z.to(_wide(first)) * weight if not draw else total.add_(z, alpha=weight)
+            fresh = not len(total)
+            total = z.to(_wide(first)) * weight if fresh else total.add_(z, alpha=weight)
         for number, part in enumerate(self.shape.views(total)):
             if (gain := self.shape.gain(self.noise, number)) != 1:
                 part.mul_(gain)
@@ -241,11 +251,11 @@ class Draws:
         wide = _wide(parameter)
         row = parameter[0].numel() if number in self.shape.padding else 0
         low = row * self.shape.padding.get(number, 0)
-        first, *weights = self.weights
-        for place, z in self.shape.pieces(self.noise, (*self.key, 0), number, begin, count):
+        (one, first), *others = self._weighted()
+        for place, z in self.shape.pieces(self.noise, (*self.key, one), number, begin, count):
             at = begin + place
             total = z.to(wide).mul_(first)
-            for draw, weight in enumerate(weights, start=1):
+            for draw, weight in others:
                 key = (*self.key, draw)
                 for _, more in self.shape.pieces(self.noise, key, number, at, len(z)):
                     total.add_(more, alpha=weight)

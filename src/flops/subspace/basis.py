@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.passes.replay import Passes
+from flops.passes.replicas import Replicas
 from flops.perturb.activations import Site, Sites
 from flops.perturb.random import CPU, Kind, fill
 
@@ -85,32 +86,35 @@ def grid(site: Site, channels_first: bool) -> Grid:
 
 
 def site_grids(
-    sites: Sites, mask: str, passes: Passes, memory: dict[str, Any]
+    sites: Sites, mask: str, passes: Passes, memory: dict[str, Any], replicas: Replicas
 ) -> tuple[list[Grid], Tensor | None]:
     """The sites of a group as grids, and a mask of the noise that has an effect, or None for all.
 
     Positions are not aligned if there is a padding mask, or if their number has changed between
-    batches.
+    batches, or differs between replicas.
 
     Args:
         sites: The noise sites.
         mask: Name of the model's input that is 0 at padding.
         passes: Passes over the batch.
         memory: State of the group, in which the numbers of positions are kept.
+        replicas: Ranks with other points.
     """
     found, size = passes.batch.named(mask), passes.batch.size
     lengths = memory.get("positions", ())
     if len(lengths) != len(sites.sites):
         lengths = [None] * len(sites.sites)
-    grids, masks = [], []
-    for site, length in zip(sites.sites, lengths, strict=True):
+    grids, masks, hidden = [], [], []
+    for site in sites.sites:
         module = passes.modules[sites.structure.calls[site.call].name]
         g = grid(site, isinstance(module, nn.Conv1d | nn.ConvTranspose1d))
         tokens = len(site.row_shape) == 2 and not g.channels_first
-        masked = tokens and found is not None and found.shape == (size, g.positions)
-        if masked or length not in (None, g.positions):
-            g = replace(g, aligned=False)
+        hidden.append(tokens and found is not None and found.shape == (size, g.positions))
         grids.append(g)
+    apart = _apart(grids, hidden, replicas)
+    for s, (g, length, masked) in enumerate(zip(grids, lengths, hidden, strict=True)):
+        if apart[s] or length not in (None, g.positions):
+            g = grids[s] = replace(g, aligned=False)
         device = sites.sites[0].leaf.device
         real = torch.ones(size, g.positions, dtype=torch.bool, device=device)
         if masked and found is not None:
@@ -119,6 +123,14 @@ def site_grids(
     # 0 for a site whose positions are not aligned: it stays so.
     memory["positions"] = [g.positions if g.aligned else 0 for g in grids]
     return grids, None if all(g.aligned for g in grids) else torch.cat(masks, 1)
+
+
+def _apart(grids: Sequence[Grid], masked: Sequence[bool], replicas: Replicas) -> list[bool]:
+    """Whether the positions of a site are masked, or their number differs, on any replica."""
+    count = torch.tensor([g.positions for g in grids], dtype=torch.float64)
+    flags = torch.tensor(masked, dtype=torch.float64)
+    most, least, hidden = replicas.max(torch.cat([count, -count, flags])).view(3, -1)
+    return [bool(x) for x in (hidden > 0) | (most != -least)]
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,63 @@ class Change:
         squares = self.plus.square().sum() - self.minus.square().sum() + self.cover.sum()
         return float(squares) - self.floor * self.plus.size(1)
 
+    def matrix(self) -> Tensor:
+        """Its matrix."""
+        return self.times(torch.eye(self.plus.size(1)).to(self.plus))
+
+
+@dataclass(frozen=True)
+class JointChange:
+    """The sum of the replicas' changes: of a short axis a matrix, of a long one its products.
+
+    Attributes:
+        own: The change by this replica's points.
+        dense: The sum of all, for a short axis; else None.
+        replicas: The replicas.
+    """
+
+    own: Change
+    dense: Tensor | None
+    replicas: Replicas
+
+    def times(self, x: Tensor) -> Tensor:
+        """The change applied to columns."""
+        if self.dense is not None:
+            return self.dense @ x
+        return self.replicas.sum([self.own.times(x)])[0]
+
+    def trace(self) -> float:
+        """Its trace."""
+        if self.dense is not None:
+            return float(self.dense.trace())
+        mine = torch.tensor([self.own.trace()], dtype=torch.float64)
+        return float(self.replicas.sum([mine])[0])
+
+    def matrix(self) -> Tensor:
+        """Its matrix."""
+        assert self.dense is not None
+        return self.dense
+
+
+def joint_changes(changes: Sequence[Change], replicas: Replicas) -> Sequence[Change | JointChange]:
+    """The sums of the replicas' changes; one message for all short axes, by their triangles."""
+    if not replicas.several:
+        return changes
+    short = [c for c in changes if c.plus.size(1) <= DENSE]
+    places = [torch.triu_indices(c.plus.size(1), c.plus.size(1)) for c in short]
+    halves = [c.matrix()[a, b] for c, (a, b) in zip(short, places, strict=True)]
+    sums = iter(zip(places, replicas.sum(halves), strict=True))
+    found = []
+    for change in changes:
+        dense, size = None, change.plus.size(1)
+        if size <= DENSE:
+            (a, b), half = next(sums)
+            dense = half.new_zeros(size, size)
+            dense[a, b] = half
+            dense[b, a] = half
+        found.append(JointChange(change, dense, replicas))
+    return found
+
 
 def signed(vectors: Tensor) -> Tensor:
     """The columns, each with its largest entry positive (the first, if several are equal).
@@ -214,12 +283,10 @@ class Factor:
         """Entries of the axis."""
         return len(self.vectors)
 
-    def updated(self, keep: float, change: Change, step: int) -> Factor:
+    def updated(self, keep: float, change: Change | JointChange, step: int) -> Factor:
         """The old moment times ``keep``, plus the change."""
         if self.matrix is not None:
-            matrix = self.matrix
-            identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-            return Factor(keep * matrix + change.times(identity), self.vectors, self.values, 0)
+            return Factor(keep * self.matrix + change.matrix(), self.vectors, self.values, 0)
         fresh = fill("gaussian", (self.size, step), self.vectors.new_empty(self.size, FRESH))
 
         def times(x: Tensor) -> Tensor:

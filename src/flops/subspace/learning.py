@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from flops.subspace.basis import Change, Moments
+from flops.passes.replicas import Replicas
+from flops.subspace.basis import Change, JointChange, Moments, joint_changes
 from flops.subspace.measurements import Features, Measurements
 from flops.subspace.regression import Regression
 
@@ -85,6 +86,7 @@ def learn(
     keep: float,
     step: int,
     losses: Tensor,
+    replicas: Replicas | None = None,
 ) -> list[Moments]:
     """The moments after this step.
 
@@ -94,7 +96,26 @@ def learn(
 
     With outputs, g is replaced by the gradients that the point would have for the residuals of the
     batch: their second moment is J^T R J, with R that of the residuals.
+
+    The change is a sum over the points, to which all replicas add theirs.
     """
+    changes = _changes(measurements, found, moments, losses)
+    updates: Iterator[Change | JointChange] = iter(changes)
+    if replicas is not None:
+        updates = iter(joint_changes(changes, replicas))
+    learned = []
+    for m in moments:
+        positions = m.positions
+        if positions is not None:
+            positions = positions.updated(keep, next(updates), step)
+        learned.append(Moments(positions, m.channels.updated(keep, next(updates), step)))
+    return learned
+
+
+def _changes(
+    measurements: Measurements, found: Regression, moments: Sequence[Moments], losses: Tensor
+) -> list[Change]:
+    """Changes of all moments by these points: of each site's positions, if any, and channels."""
     space, known = measurements.space, measurements.known
     features = measurements.features
     most = ROOM // (space.size * space.dimensions)  # directions of residuals
@@ -112,7 +133,7 @@ def learn(
     minus = seen.outside * (weight * over).sqrt().unsqueeze(1)
     floor = weight * (1 - over) * seen.missed / n
     cover = (floor.unsqueeze(1) * measurements.measured[seen.point]).sum(0)
-    learned = []
+    changes = []
     for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
         mine = torch.nonzero(known.site == s).flatten()
         used = torch.full_like(floor, g.positions)
@@ -126,8 +147,7 @@ def learn(
             known.column[mine],
             cover[mine],
         )
-        positions = m.positions
-        if positions is not None:
+        if m.positions is not None:
             over_positions = _change(
                 g.cut(plus).transpose(1, 2).flatten(0, 1),
                 g.cut(minus).transpose(1, 2).flatten(0, 1),
@@ -136,9 +156,9 @@ def learn(
                 known.row[mine],
                 cover[mine],
             )
-            positions = positions.updated(keep, over_positions, step)
-        learned.append(Moments(positions, m.channels.updated(keep, over_channels, step)))
-    return learned
+            changes.append(over_positions)
+        changes.append(over_channels)
+    return changes
 
 
 def _change(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flops.passes.replicas import Replicas
 from flops.subspace.basis import Space
 from flops.subspace.measurements import Features, Measurements
 
@@ -77,10 +78,13 @@ class MeanJacobian:
         """Share of the energy that points have in common."""
         return 1 - (OWN if self.measured is None else self.measured)
 
-    def updated(self, measurements: Measurements, features: Features) -> MeanJacobian:
-        """After a step."""
+    def updated(
+        self, measurements: Measurements, features: Features, replicas: Replicas | None = None
+    ) -> MeanJacobian:
+        """After a step, from the rows of all replicas."""
         known, mean = measurements.known, self.values
-        *new, isotropic = _rows(measurements, features)
+        replicas = replicas or Replicas(len(measurements.iso))
+        new, isotropic, measured = _rows(measurements, features, replicas)
         if not len(new[0]):
             return self
         most = _room(measurements.space)
@@ -88,7 +92,6 @@ class MeanJacobian:
         old = (self.z[young], self.y[young], AGE * self.count[young])
         kept = tuple(torch.cat([a, b])[:most] for a, b in zip(new, old, strict=True))
         z, y, count = kept
-        measured = _own_share(measurements, features)
         if measured is None or self.measured is None:
             measured = self.measured if measured is None else measured
         else:
@@ -110,15 +113,42 @@ class MeanJacobian:
         return MeanJacobian(self.name, mean + moved, measured, *kept)
 
 
-def _own_share(measurements: Measurements, features: Features) -> float | None:
-    """Share of energy that points do not have in common; None if no direction was shared."""
-    often = measurements.measured.sum(0).to(features.c)
-    c = features.c[:, often > 1] * measurements.measured[:, often > 1].unsqueeze(2)
-    n = often[often > 1].unsqueeze(1)
-    squares, mean = c.square().sum(0), c.sum(0) / n
-    spread = (squares - n * mean.square()) / (n - 1)  # of one point
-    whole = float((squares / n).sum())
-    return min(1.0, max(0.0, float(spread.sum()) / whole)) if whole > 0 else None
+@dataclass(frozen=True)
+class _Directions:
+    """Measured directions: points of all replicas that measured each, and sums over them.
+
+    Attributes:
+        often: Points, shape (m,).
+        sums: Of the derivatives of the features, shape (m, p).
+        squares: Of their squares, shape (m, p).
+        live: Points with isotropic draws, of all replicas.
+        predicted: Points with a predicted direction, by replica.
+    """
+
+    often: Tensor
+    sums: Tensor
+    squares: Tensor
+    live: int
+    predicted: list[int]
+
+    @classmethod
+    def of(
+        cls, measurements: Measurements, features: Features, replicas: Replicas, predicted: int
+    ) -> _Directions:
+        """Sums over all points."""
+        measured = measurements.measured
+        c, live = features.c * measured.unsqueeze(2), int((measurements.iso > 0).sum())
+        mine = [measured.sum(0).to(c), c.sum(0), c.square().sum(0), c.new_tensor([live])]
+        often, sums, squares, points = replicas.sum(mine)
+        return cls(often, sums, squares, int(points), _counted(predicted, replicas))
+
+    def own_share(self) -> float | None:
+        """Share of energy that points do not have in common; None if no direction was shared."""
+        several = self.often > 1
+        n, squares = self.often[several].unsqueeze(1), self.squares[several]
+        spread = (squares - self.sums[several].square() / n) / (n - 1)  # of one point
+        whole = float((squares / n).sum())
+        return min(1.0, max(0.0, float(spread.sum()) / whole)) if whole > 0 else None
 
 
 def _room(space: Space) -> int:
@@ -127,44 +157,74 @@ def _room(space: Space) -> int:
     return max(2, min(ROWS, int((WORK / size) ** 0.5), ROOM // size))
 
 
-def _rows(measurements: Measurements, features: Features) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Noise, derivatives of the features, number of points; and how many of the last are isotropic.
+def _rows(
+    measurements: Measurements, features: Features, replicas: Replicas
+) -> tuple[tuple[Tensor, Tensor, Tensor], int, float | None]:
+    """Noise, derivatives of the features and number of points of each row, on all replicas.
 
-    Points that measured the same direction share a row.
+    Points that measured the same direction share a row. Also how many of the last rows are
+    isotropic, and the share of energy that points do not have in common.
     """
     space, known, u = measurements.space, measurements.known, measurements.predicted
-    zs, ys, counts = [], [], []
-    measured = measurements.measured
-    often = measured.sum(0)
-    used = torch.nonzero(often > 0).flatten()
-    if len(used):
-        zs.append(known.rows(used).to(space.dtype))
-        sums = (features.c * measured.unsqueeze(2)).sum(0)[used]
-        ys.append(sums / often[used].unsqueeze(1))
-        counts.append(often[used].to(space.dtype))
+    none = measurements.w.new_zeros(0, space.dimensions)
+    there = torch.zeros(0, dtype=torch.long, device=space.device)
     if u is not None:
         there = torch.nonzero(u.square().sum(1) > 0).flatten()
-        zs.append(u[there])
-        ys.append(features.a[there])
-        counts.append(torch.ones(len(there), dtype=space.dtype, device=u.device))
-    if zs:  # at most half of the room: isotropic rows look everywhere
-        half = _room(space) // 2
-        zs, ys, counts = ([torch.cat(x)[:half]] for x in (zs, ys, counts))
+    shared = _Directions.of(measurements, features, replicas, len(there))
+    half = _room(space) // 2  # at most: isotropic rows look everywhere
+    used = torch.nonzero(shared.often > 0).flatten()[:half]
+    often = shared.often[used].to(space.dtype)
+    zs, ys, counts = [none], [none.new_zeros(0, features.w.size(2))], [none[:, 0]]
+    if len(used):
+        zs.append(known.rows(used).to(space.dtype))
+        ys.append(shared.sums[used] / often.unsqueeze(1))
+        counts.append(often)
+    own = (none, features.a[:0]) if u is None else (u[there], features.a[there])
+    predicted = _gathered(own, half - len(used), shared.predicted, replicas)
+    zs, ys = [*zs, predicted[0]], [*ys, predicted[1]]
     fixed = sum(map(len, zs))
     room = _room(space) - fixed
-    live = max(1, int((measurements.iso > 0).sum()))
-    each = max(1, room // live)
+    each = max(1, room // max(1, shared.live))
+    own_z, own_y = [none], [features.w[0, :0]]
     for points, real, whole in measurements.blocks():
         n = min(each, real.size(1))
         seen = (
             whole[:, :n] if space.mask is None else whole[:, :n] * space.mask[points].unsqueeze(1)
         )
         keep = real[:, :n]
-        zs.append(seen[keep])
-        ys.append(features.w[points, :n][keep])
-        counts.append(torch.ones(int(keep.sum()), dtype=space.dtype, device=seen.device))
-    if not zs:
-        none = measurements.w.new_zeros(0, space.dimensions)
-        return none, none.new_zeros(0, features.w.size(2)), none.new_zeros(0), 0
-    found = torch.cat(zs)
-    return found, torch.cat(ys), torch.cat(counts), len(found) - fixed
+        own_z.append(seen[keep])
+        own_y.append(features.w[points, :n][keep])
+    isotropic = (torch.cat(own_z), torch.cat(own_y))
+    sizes = _counted(len(isotropic[0]), replicas)
+    isotropic = _gathered(isotropic, room, sizes, replicas)
+    z, y = torch.cat([*zs, isotropic[0]]), torch.cat([*ys, isotropic[1]])
+    ones = none.new_ones(len(predicted[0]) + len(isotropic[0]))
+    return (z, y, torch.cat([*counts, ones])), len(isotropic[0]), shared.own_share()
+
+
+def _counted(rows: int, replicas: Replicas) -> list[int]:
+    """Number of rows of each replica."""
+    found = replicas.gather(torch.tensor([rows]), [1] * len(replicas.sizes))
+    return [int(x) for x in found]
+
+
+def _gathered(
+    own: tuple[Tensor, Tensor], most: int, sizes: list[int], replicas: Replicas
+) -> tuple[Tensor, Tensor]:
+    """Rows of all replicas; of too many, the first of each.
+
+    Args:
+        own: Noise and derivatives of this replica's rows.
+        most: Rows of all replicas.
+        sizes: Rows of each.
+        replicas: The replicas.
+    """
+    z, y = own
+    if not replicas.several:
+        return z[:most], y[:most]
+    if sum(sizes) > most:
+        sizes = [min(size, max(1, most // len(sizes))) for size in sizes]
+    mine = torch.cat([z, y.to(z)], 1)[: sizes[replicas.rank]]
+    whole = replicas.gather(mine, sizes)[:most]
+    z, y = whole.split([z.size(1), y.size(1)], 1)
+    return z.contiguous(), y.contiguous()

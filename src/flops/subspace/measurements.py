@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ class Isotropic:
         self._kept = torch.zeros(kept, size, dtype=self._dtype, device=space.device)
         self._have = torch.zeros(len(self._kept), dtype=torch.bool)
         self._actual: Tensor | None = None
+        self._first = 0
+
+    def after(self, first: int) -> Isotropic:
+        """The same noise, with point ``first`` as point 0."""
+        other = copy.copy(self)
+        other._first = first
+        return other
 
     def renumbered(self, actual: Tensor) -> Isotropic:
         """The same noise, with draw i of point j under the number ``actual[j, i]``."""
@@ -48,6 +55,7 @@ class Isotropic:
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
         """Noise of these draws."""
+        points = points + self._first
         draws = draws if self._actual is None else self._actual[points, draws]
         at = self._start[points] + draws
         if len(self._kept) and bool(self._have[at].all()):
@@ -114,6 +122,29 @@ class Measurements:
     def fitted(self) -> Tensor:
         """Isotropic draws in the regression, shape (B,)."""
         return self.iso.clamp(max=FITTED)
+
+    def part(self, first: int, last: int) -> Measurements:
+        """The measurements of points first, ..., last - 1."""
+        own, space = slice(first, last), self.space
+        mask = None if space.mask is None else space.mask[own]
+        features = self.features
+        if features is not None:
+            parts = {name: getattr(features, name)[own] for name in ("w", "c", "a")}
+            features = replace(features, **parts)
+        return replace(
+            self,
+            space=replace(space, ids=space.ids[own], mask=mask),
+            noise=self.noise.after(first),
+            iso=self.iso[own],
+            draws=self.draws[own],
+            prior=self.prior if len(self.prior) == 1 else self.prior[own],
+            measured=self.measured[own],
+            w=self.w[own],
+            c=self.c[own],
+            predicted=None if self.predicted is None else self.predicted[own],
+            a=None if self.a is None else self.a[own],
+            features=features,
+        )
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Points with similar numbers n of isotropic draws.

@@ -11,6 +11,7 @@ summed correction, a running average: 0 if the points' errors have nothing in co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,8 @@ class Regression:
         correction: Added to inside + tail, it makes them unbiased.
         missed: Mean squared residual after the measured part, shape (B,).
         error: Mean squared held-out residual: the squared error of inside + tail, shape (B,).
-        ridge: The ridge for the next step.
+        ridge: The ridge for the next step, by these points alone.
+        scores: Sum of squared held-out residuals with each of the compared ridges.
     """
 
     inside: Tensor
@@ -44,6 +46,7 @@ class Regression:
     missed: Tensor
     error: Tensor
     ridge: float
+    scores: tuple[float, ...] = ()
 
     @property
     def energy(self) -> Tensor:
@@ -115,10 +118,16 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         missed.index_add_(0, at.to(r.device), r.square())
     n = measurements.iso.clamp(min=1).to(missed.device)
     outside, missed = outside / n.unsqueeze(1), missed / n
-    best = scores.index(min(scores))
+    ridge = better_ridge(ridge, scores)
+    return Regression(inside, tail, outside, correction, missed, error, ridge, tuple(scores))
+
+
+def better_ridge(ridge: float, scores: Sequence[float]) -> float:
+    """The ridge for the next step, from the held-out residuals with it and with others."""
+    best = min(range(len(scores)), key=lambda i: scores[i])
     if scores[best] < CLEARLY * scores[0]:
-        ridge = min(100.0, max(1e-4, ridge * factors[best]))
-    return Regression(inside, tail, outside, correction, missed, error, ridge)
+        ridge = min(100.0, max(1e-4, ridge * RIDGES[best]))
+    return ridge
 
 
 @dataclass(frozen=True)
@@ -162,35 +171,3 @@ def posterior(kernel: Tensor, r: Tensor, noise: Tensor, real: Tensor) -> Posteri
     shares = held_out / real.sum(1, keepdim=True).clamp(min=1)
     without = torch.where(real, alpha - (inverse @ shares.unsqueeze(2)).squeeze(2), 0.0)
     return Posterior(torch.where(real, alpha, 0.0).to(r), held_out.to(r), without.to(r))
-
-
-def coherence(measurements: Measurements, found: Regression) -> tuple[float, float]:
-    """Squared norm of the batch's summed correction, and its part due to noise."""
-    live = measurements.iso > 0
-    fitted = measurements.fitted[live].to(found.error.device)
-    noise = (found.error * measurements.space.dimensions)[live] / fitted
-    return float(found.correction.sum(0).square().sum()), float(noise.sum())
-
-
-def explained_variance(found: Regression) -> tuple[float, float]:
-    """Measured share of the energy, and its standard error over the points."""
-    whole = found.energy.sum()
-    missed = found.missed.sum() / whole
-    error = (found.missed - missed * found.energy).square().sum().sqrt() / whole
-    return 1 - float(missed), float(error)
-
-
-def explained_by_site(measurements: Measurements, found: Regression) -> list[float]:
-    """Measured share of each site's energy in this step.
-
-    Residuals do not distinguish the sites, so their total is split in proportion to the energies of
-    the isotropic estimates, minus their noise.
-    """
-    n = measurements.iso.clamp(min=1).to(found.missed)
-    measured, missed = [], []
-    for g in measurements.space.grids:
-        square = g.cut(found.outside).square().sum((1, 2)) - found.missed * g.size / n
-        missed.append(max(1e-300, float((square * n / (n + 1)).sum())))
-        measured.append(float(g.cut(found.inside).square().sum()))
-    scale = float(found.missed.sum()) / sum(missed)
-    return [a / max(a + b * scale, 1e-300) for a, b in zip(measured, missed, strict=True)]

@@ -18,20 +18,22 @@ import torch
 from torch import Tensor
 
 from flops.passes.loss_view import LossView
+from flops.passes.replicas import Replicas
 from flops.subspace.basis import Moments, Space, leading
 from flops.subspace.config import Shaping
 from flops.subspace.design import Design, needed, real_directions
 from flops.subspace.learning import learn
 from flops.subspace.mean_jacobian import MeanJacobian
 from flops.subspace.measurements import Measurements
-from flops.subspace.regression import (
-    Regression,
+from flops.subspace.regression import Regression, better_ridge, regress
+from flops.subspace.report import ShapingReport, SiteReport
+from flops.subspace.sums import (
+    StepSums,
     coherence,
+    correction_noise,
     explained_by_site,
     explained_variance,
-    regress,
 )
-from flops.subspace.report import ShapingReport, SiteReport
 
 TUNE = 4  # steps between searches for a better ridge
 AVERAGE = 0.9  # decay of running averages
@@ -108,9 +110,13 @@ class ShapedStep:
         decide: Called with each discrete decision; returns the decision to use. For resuming on
             another machine, whose eigenvectors may differ; None uses this process's.
         view: What the loss reads of the outputs; None if only losses are known.
+        replicas: Ranks with other points of the same step, which learn together; None for none.
+        fitters: Ranks that know all measurements of this batch, and fit a part of its points each;
+            None for none.
 
     Attributes:
-        delta: Estimated gradient of every point's loss at the noise, shape (B, dimensions).
+        delta: Estimated gradient of every point's loss at the noise, shape (B, dimensions); zero
+            for points that other ranks fit.
         isotropic: Mask of the isotropic draws, shape (draws,).
         shaped: Energies and errors of delta.
     """
@@ -128,8 +134,11 @@ class ShapedStep:
         losses: Tensor,
         decide: Decide | None = None,
         view: LossView | None = None,
+        replicas: Replicas | None = None,
+        fitters: Replicas | None = None,
     ) -> None:
-        self._view = view
+        self._view, self._replicas = view, replicas or Replicas(space.size)
+        self._fitters = fitters
         self.space, self._shaping, self._memory, self._losses = space, shaping, memory, losses
         self._steps = int(memory.get("shaped_steps", 0))
         self._explained = float(memory.get("explained_variance", 0.0))
@@ -143,10 +152,13 @@ class ShapedStep:
         warm = shaping.warm
         if warm is None:
             warm = SEEING if memory.get("sees_outputs") else BLIND
-        self._warm = self._steps < warm or alike
+        most = [needed(space, shaped) for shaped in (draws - iso, torch.zeros_like(draws))]
+        mine = torch.tensor([float(not alike), *most], dtype=torch.float64)
+        differ, *most = map(int, self._replicas.max(mine).tolist())
+        self._warm = self._steps < warm or not differ
         iso = draws if self._warm else iso
         with full_precision(space.device):
-            known = leading(space.grids, self._moments, needed(space, draws - iso))
+            known = leading(space.grids, self._moments, most[self._warm])
         iso = torch.maximum(iso, draws - real_directions(space, known).sum(1).cpu())
         if decide is not None:
             parts = {name: value for name, value in vars(known).items() if name != "grids"}
@@ -198,13 +210,19 @@ class ShapedStep:
             seen = (outputs, self._view)
         design = self._design
         measurements = design.measurements(points, derivatives, seen)
-        draws, iso = measurements.draws, measurements.iso  # without those that failed
+        replicas, first = self._replicas, 0
+        if self._fitters is not None:
+            replicas, first = self._fitters, self._fitters.offset
+            measurements = measurements.part(first, first + replicas.sizes[replicas.rank])
+        draws = measurements.draws  # without those that failed
         features = measurements.features
         with full_precision(space.device):
             ridge = float(memory.get("ridge", 1.0))
             found = regress(measurements, ridge, tune=steps % TUNE == 0)
-        whole = float(found.energy.sum())
-        now, spread = explained_variance(found) if whole > 0 else (explained, 0.0)
+        sums = StepSums.of(measurements, found, design.expected).joined(replicas, measurements)
+        seen_sums = sums
+        whole = float(sums.fit[0])
+        now, spread = explained_variance(sums) if whole > 0 else (explained, 0.0)
         after, keep = 0.0, 1.0
         if not warm:
             after = _running(explained, now) if explained else now
@@ -212,56 +230,66 @@ class ShapedStep:
             keep, memory["best"] = decay(shaping, now, spread, after, best)
         if whole > 0:  # else there is nothing to learn from
             with full_precision(space.device):
-                moments = learn(measurements, found, self._moments, keep, steps, self._losses)
+                moments = learn(
+                    measurements, found, self._moments, keep, steps, self._losses, replicas
+                )
             memory["moments"] = [m.to_memory() for m in moments]
             memory["shaped_steps"] = steps + 1
             memory["sees_outputs"] = outputs is not None
             if features is not None and self._mean is not None:
                 with full_precision(space.device):
-                    self._mean = self._mean.updated(measurements, features)
+                    self._mean = self._mean.updated(measurements, features, replicas)
                 memory["mean_jacobian"] = dict(vars(self._mean))
         eta = 1.0
         if warm and (outputs is None or not whole > 0 or shaping.unbiased):
             self.delta = found.outside
             error = found.energy * space.dimensions / draws.clamp(min=1).to(space.device)
+            errors = float(sums.errors[2])
         else:
             if warm:
-                measurements, found = self._again(measurements, moments)
+                measurements, found = self._again(measurements, moments, first)
+                sums = StepSums.of(measurements, found).joined(replicas, measurements)
             else:
                 memory["explained_variance"] = after
-                memory["ridge"] = found.ridge
+                scores = sums.scores[: len(found.scores)].tolist()
+                memory["ridge"] = better_ridge(ridge, scores)
             if not shaping.unbiased:
-                eta = _signal(memory, measurements, found)
+                eta = _signal(memory, sums)
             self.delta = found.inside + found.tail + eta * found.correction
-            fitted = measurements.fitted.clamp(min=1).to(space.device)
-            noise = found.error * space.dimensions / fitted
+            noise = correction_noise(measurements, found)
             error = (1 - eta) ** 2 * found.error + eta**2 * noise
+            errors = (1 - eta) ** 2 * float(sums.errors[0]) + eta**2 * float(sums.errors[1])
+        energy, error = found.energy.cpu(), error.cpu()
+        if self._fitters is not None:
+            whole_delta = self.delta.new_zeros(space.size, space.dimensions)
+            whole_delta[first : first + len(self.delta)] = self.delta
+            self.delta = whole_delta
+            both = replicas.gather(torch.stack([energy, error], 1), replicas.sizes)
+            energy, error = both.unbind(1)
         if space.mask is not None:  # directions extend over padding, whose gradient is zero
             self.delta = self.delta * space.mask
         # The first directions come from the same queries: their error is not held out.
         unknown = warm and outputs is not None and not shaping.unbiased
-        reliability = math.nan if unknown else self._reliability(found.energy, error)
+        reliability = math.nan if unknown else self._reliability(float(sums.fit[0]), errors)
         by_site = [0.0] * len(space.grids)
         if not warm:
-            by_site = explained_by_site(measurements, found)
+            by_site = explained_by_site(sums)
             before = memory.get("explained_by_site", ())
             if len(before) == len(by_site):
                 by_site = [_running(*pair) for pair in zip(before, by_site, strict=True)]
             memory["explained_by_site"] = by_site
-        site = design.known.site
-        measured = [design.measured[:, site == s].sum(1) for s in range(len(space.grids))]
+        size, drawn, isotropic, predicted = seen_sums.counts.tolist()
+        measured = (seen_sums.sites[:, 0] / size).tolist()
         report = ShapingReport(
-            k=float(design.measured.sum(1).double().mean()),
+            k=sum(measured),
             explained_variance=after,
-            explore=float(iso.sum()) / max(1, int(draws.sum())),
+            explore=isotropic / max(1.0, drawn),
             correction=eta,
             sites=tuple(
-                SiteReport(name, float(k.double().mean()), share)
+                SiteReport(name, k, share)
                 for name, k, share in zip(space.names, measured, by_site, strict=True)
             ),
-            predicted=0.0
-            if design.predicted is None
-            else float(design.predicted.any(1).double().mean()),
+            predicted=predicted / size,
             reliability=reliability,
             withheld=outputs is not None and self._withheld(reliability),
         )
@@ -269,20 +297,20 @@ class ShapedStep:
         at, number = torch.nonzero(real).unbind(1)
         self.isotropic = number < design.iso[at]
         self.shaped = ShapedEstimate(
-            found.energy.cpu(),
-            error.cpu(),
+            energy,
+            error,
             space.dimensions,
             report,
-            () if unknown else self._left(1 - reliability**2),
+            () if unknown else self._left(1 - reliability**2, seen_sums),
         )
 
-    def _reliability(self, energy: Tensor, error: Tensor) -> float:
+    def _reliability(self, energy: float, error: float) -> float:
         """Expected cosine of a point's estimate to its gradient, over the last steps.
 
         For an estimate without correlation to its error, the squared cosine is 1 - error / energy;
         the error is held out. Sums, not ratios, are averaged: those of a step are noisy.
         """
-        sums = (float(energy.double().sum()), float(error.double().sum()))
+        sums = (energy, error)
         kept = self._memory.get("reliability")
         if kept is not None:
             old, new = (RECENT, 1 - RECENT)
@@ -300,15 +328,16 @@ class ShapedStep:
         drowned = memory.get("signal", 1.0) < 1 and reliability < DOUBT * shaping.withhold
         return reliability < shaping.withhold or drowned
 
-    def _left(self, now: float) -> tuple[float, ...]:
+    def _left(self, now: float, sums: StepSums) -> tuple[float, ...]:
         """Error over energy with 0, 1, 2, ... queries per point, given that of this step.
 
         From the energy outside of the directions that they would measure. What this step missed
         beyond its own expectation, more queries would miss, too.
         """
-        shaping, design = self._shaping, self._design
-        inside = design.prior.mean(0).cpu().double().sort(descending=True).values.cumsum(0).tolist()
-        predicted = design.expected
+        shaping, points = self._shaping, sums.points
+        energies = (sums.prior / points).sort(descending=True).values.cumsum(0)
+        inside: list[float] = energies[: self._design.known.size].tolist()
+        predicted = float(sums.expected) / points
 
         def outside(queries: int) -> float:
             draws = queries // self.space.unit
@@ -319,16 +348,22 @@ class ShapedStep:
             before = inside[count - 2] if count > 1 else 0.0
             return float(max(1e-3, 1 - before - max(inside[count - 1] - before, predicted)))
 
-        mean = float(design.draws.double().mean()) * self.space.unit
+        mean = float(sums.counts[1]) / points * self.space.unit
         here = outside(round(mean))
         scale, beyond = min(1.0, now / here), max(0.0, now - here)
         return tuple(scale * outside(n) + beyond for n in range(LARGEST + 1))
 
     def _again(
-        self, measurements: Measurements, moments: Sequence[Moments]
+        self, measurements: Measurements, moments: Sequence[Moments], first: int
     ) -> tuple[Measurements, Regression]:
-        """Estimate an isotropic step again, with the directions that it has shown itself."""
-        space, iso, draws = self.space, measurements.iso, measurements.draws
+        """Estimate an isotropic step again, with the directions that it has shown itself.
+
+        Args:
+            measurements: Of the points that are fitted here.
+            moments: The moments after this step.
+            first: Number of the first of these points.
+        """
+        space, iso, draws = measurements.space, measurements.iso, measurements.draws
         with full_precision(space.device):
             known = leading(space.grids, moments, 0)
             design = Design(space, known, iso, draws)
@@ -343,7 +378,7 @@ class ShapedStep:
             )
             prediction = self._predicted()
             if prediction is not None:
-                predicted, _ = prediction
+                predicted = prediction[0][first : first + space.size]
                 norms = predicted.norm(dim=1)
                 units = predicted / norms.clamp(min=1e-30).unsqueeze(1)
                 again = replace(again, predicted=units, a=norms)
@@ -373,9 +408,9 @@ def _running(old: float, new: float) -> float:
     return AVERAGE * old + (1 - AVERAGE) * new
 
 
-def _signal(memory: dict[str, Any], measurements: Measurements, found: Regression) -> float:
+def _signal(memory: dict[str, Any], sums: StepSums) -> float:
     """Share of signal in the summed correction, as a running average."""
-    whole, noise = coherence(measurements, found)
+    whole, noise = coherence(sums)
     if "coherence" in memory:
         whole, noise = (
             _running(a, b) for a, b in zip(memory["coherence"], (whole, noise), strict=True)

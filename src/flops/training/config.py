@@ -90,6 +90,9 @@ class RunConfig(BaseModel):
     """Seconds between two checkpoints; None for none by time."""
     plots: bool = True
     """Draw the curves and the allocation when training ends."""
+    parallel: Literal["data", "query"] = "data"
+    """What processes share under torchrun: the points of every batch (data), or the queries of all
+    its points (query), for small batches with many queries."""
     timeout: PositiveFloat = 600.0
     """Timeout for collectives under torchrun, in seconds."""
     output: str | None = None

@@ -11,13 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flops.engine.collectives import Collectives, WorkerError
+from flops.engine.collectives import Collectives
 from flops.engine.rows import Ranks
+from flops.engine.watch import WorkerError
 
 
 def launched() -> bool:
     """Whether a launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this process again, after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @contextmanager
@@ -41,8 +47,12 @@ def process_group(timeout: float, device: str) -> Iterator[Ranks]:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise WorkerError(f"cannot initialise the process group: {error}") from error
+    ranks = Collectives.of("auto")
     try:
-        yield Collectives.of("auto")
+        yield ranks
+    except BaseException as error:
+        ranks.fail(error)
+        raise
     finally:
         dist.destroy_process_group()
 

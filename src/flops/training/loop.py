@@ -20,9 +20,9 @@ from flops.report.allocation import plot_allocation, write_counts
 from flops.report.curves import plot_curves
 from flops.storage.disk import writing
 from flops.training.config import ConfigError, RunConfig
-from flops.training.launch import broadcast, process_group
+from flops.training.launch import broadcast, process_group, restarted
 from flops.training.progress import Evaluation, Result
-from flops.training.run_directory import RunDirectory, check_free
+from flops.training.run_directory import RunDirectory, check_free, is_run
 from flops.training.signals import GracefulStop
 from flops.training.trainer import Trainer
 
@@ -71,11 +71,12 @@ def train(
     Args:
         config: Options of the run. Without `output` nothing is written.
         resume: Continue the run in `output`, from its last checkpoint or from the beginning if
-            there is none yet.
+            there is none yet. Workers that torchrun has restarted (`--max-restarts`) always do.
         checkpoint: "last", the last intact one, or "previous", the one before it.
         display: Observer of the run.
 
-    Under torchrun the processes share the queries of every step; only rank 0 writes.
+    Under torchrun every process takes its part of each batch, or of its queries (`parallel`); only
+    rank 0 writes.
 
     Returns:
         All evaluations and the cost of the run.
@@ -87,6 +88,9 @@ def train(
             signal stops at once.
     """
     with process_group(config.timeout, config.device) as ranks:
+        resume = resume or (
+            restarted() and config.output is not None and is_run(Path(config.output))
+        )
         if ranks.rank:  # rank 0 has the folder and the display
             config, display = config.replace(output=None), None
         return _train(config, resume, checkpoint, display or NullDisplay(), ranks)

@@ -43,6 +43,7 @@ class Trainer:
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _optimizer(config, trainable)
         self.fg = self.task.engine()
+        self.fg.parallel = config.parallel
         self.progress = RunProgress()
         self.latest = torch.full((len(self.data.train),), -1)
         self._order: tuple[int, list[Tensor]] = (-1, [])
@@ -70,24 +71,38 @@ class Trainer:
         """
         rows = self.batches[0][:PROBE_ROWS]
         with self.fg.session(*self.task.batch(rows), index=rows, skip=True) as session:
-            self.progress.charge("probe", float(session.probe) + session.clean)
+            cost = float(session.probe) + session.clean
+            self.progress.charge("probe", self.ranks.size * cost)  # every process does this
 
     def step(self) -> dict[str, Any]:
         """One step; returns its line for the metrics."""
         rows = self.batches[self.progress.position]
-        inputs, targets = self.task.batch(rows)
+        first, last = self._share(len(rows))
+        inputs, targets = self.task.batch(rows[first:last])
         self.optimizer.zero_grad()
-        report = self.fg.estimate(inputs, targets, index=rows)
+        report = self.fg.estimate(inputs, targets, index=rows[first:last])
         self.task.limit_gradients()
         if self.config.schedule == "cosine":  # from the state only, so that runs can resume
             self._set_rate(0.5 * (1 + math.cos(math.pi * self.fraction())))
         self.optimizer.step()
-        self.latest[rows] = sum(report.counts.values(), torch.zeros(len(rows), dtype=torch.long))
+        counts = sum(report.counts.values(), torch.zeros(last - first, dtype=torch.long))
+        if last - first < len(rows):
+            counts = self.ranks.all_gather(counts, first, len(rows))
+        self.latest[rows] = counts
         self.progress.add(report, len(rows))
         line = self._line(report, len(rows))
         if self.progress.position == len(self.batches):
             self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
         return line
+
+    def _share(self, size: int) -> tuple[int, int]:
+        """First and last + 1 of this process's points of a batch.
+
+        Of a batch with fewer points than processes (the last of an epoch) they share the queries.
+        """
+        shared = self.config.parallel == "query" or size < self.ranks.size
+        self.fg.parallel = "query" if shared else "data"
+        return (0, size) if shared else self.ranks.shard(size)
 
     def _set_rate(self, share: float) -> None:
         for group in self.optimizer.param_groups:

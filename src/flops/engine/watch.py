@@ -1,0 +1,180 @@
+"""Watch over the other ranks: one that fails, dies or stops is named to all, with its reason.
+
+Ranks that wait for a message look at the key-value store of the process group now and then:
+
+- A rank whose step raises an error writes it there, with the number of messages it has completed.
+  Others that wait for its next message raise a `WorkerError` with its number and reason. Where all
+  ranks raise at the same message (a loss that is not finite), nobody waits, and all may go on.
+- A thread of every rank writes a sign of life. A rank without any for `SILENT` seconds is dead,
+  stopped, or cut off.
+- Signs of life hold the number of completed messages, so that a timeout names who is behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from flops.errors import FlopsError
+
+BEAT = 5.0  # seconds between signs of life
+SILENT = 30.0  # seconds without any
+PATIENT = 1.0  # seconds of waiting until the store is looked at
+LOOK = 0.5  # seconds between looks
+NEIGHBOURS = 4  # ranks whose signs of life a rank reads; they tell the others
+SHORTEST, LONGEST = 20e-6, 2e-3  # seconds between looks at a message
+LENGTH = 400  # characters of a reason
+
+
+class WorkerError(FlopsError, RuntimeError):
+    """Another rank died, does not respond, or is at another step."""
+
+
+class Watch:
+    """Watches the ranks of one process group.
+
+    Args:
+        group: The process group.
+        rank: Rank of this process.
+        size: World size.
+        store: Key-value store that all ranks reach; None watches nothing.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, store: Any) -> None:
+        self.rank, self.size, self._store = rank, size, store
+        self._messages, self._failed_at, self._stop = 0, -1, threading.Event()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        if store is not None:
+            life = threading.Thread(target=self._live, args=(_clone(store),), daemon=True)
+            life.start()
+            weakref.finalize(group, self._stop.set)
+
+    def wait(self, work: Any) -> None:
+        """Wait until a message is complete.
+
+        Raises:
+            WorkerError: If another rank has failed or is silent.
+            RuntimeError: If the message failed.
+        """
+        started, pause, looked = time.monotonic(), SHORTEST, 0.0
+        while not work.is_completed():
+            time.sleep(pause)
+            now = time.monotonic()
+            if now - started > PATIENT:
+                pause = min(LONGEST, 2 * pause)
+                if now - looked > LOOK:
+                    looked = now
+                    self._look()
+        work.wait()
+        self._messages += 1
+
+    def fail(self, reason: str, rank: int | None = None) -> None:
+        """Tell all ranks why this one (or another) does not go on."""
+        rank = self.rank if rank is None else rank
+        if rank == self.rank:
+            self._failed_at = self._messages
+        if self._store is not None:
+            text = " ".join(reason.split())[:LENGTH].replace("\x1f", " ").replace("\x1e", " ")
+            with contextlib.suppress(RuntimeError, ValueError):  # its host may be gone, too
+                self._store.append("failures", f"{rank}\x1f{self._messages}\x1f{text}\x1e")
+
+    def reason(self) -> str | None:
+        """Who has failed, and why, as far as is known."""
+        found = [f"process {rank}: {text}" for rank, text in self._failures()]
+        return "; ".join(dict.fromkeys(found)) or None
+
+    def behind(self) -> str | None:
+        """Which ranks have completed the fewest messages, if not all as many."""
+        counts = {}
+        for rank in range(self.size):
+            value = self._read(f"life/{rank}")
+            if value is not None:
+                counts[rank] = int(value.split(b" ")[1])
+        if not counts or min(counts.values()) == max(counts.values()):
+            return None
+        least = [str(r) for r, n in counts.items() if n == min(counts.values())]
+        return f"process {', '.join(least)} has not sent its part: it hangs or is far behind"
+
+    def _look(self) -> None:
+        """Raise if another rank has failed or is silent."""
+        failures = self._failures()
+        if failures:
+            said = "; ".join(f"process {rank} failed: {text}" for rank, text in failures)
+            raise WorkerError(
+                f"process {self.rank} of {self.size} stops, because {said}. Parameters and .grad "
+                "are as before this step; restart from the last checkpoint, with any number of "
+                "processes."
+            )
+        now = time.monotonic()
+        for step in range(1, min(NEIGHBOURS, self.size - 1) + 1):
+            other = (self.rank + step) % self.size
+            value = self._read(f"life/{other}")
+            if value is None:
+                continue
+            if self._seen.get(other, (b"", 0.0))[0] != value:
+                self._seen[other] = (value, now)
+            elif now - self._seen[other][1] > SILENT:
+                self.fail(f"no sign of life for {SILENT:.0f} s: it was stopped or cut off", other)
+                self._look()
+
+    def _failures(self) -> Sequence[tuple[int, str]]:
+        """Ranks that will not send what this one waits for."""
+        found = []
+        for entry in (self._read("failures") or b"").decode(errors="replace").split("\x1e"):
+            if entry:
+                rank, messages, text = entry.split("\x1f")
+                here = int(messages) == self._messages != self._failed_at
+                if here and int(rank) != self.rank:
+                    found.append((int(rank), text))
+        return found
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            value: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        except (RuntimeError, ValueError):  # the store is gone: the message will fail
+            return None
+        return value
+
+    def _live(self, store: Any) -> None:
+        count = 0
+        with contextlib.suppress(RuntimeError, ValueError):
+            while not self._stop.wait(BEAT if count else 0.0):
+                count += 1
+                store.set(f"life/{self.rank}", f"{count} {self._messages}")
+
+
+_watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+
+
+def watch_of(group: Any, rank: int, size: int) -> Watch:
+    """The watch of a process group, made at its first message."""
+    found = _watches.get(group)
+    if found is None:
+        found = _watches[group] = Watch(group, rank, size, _store_of(group))
+    return found
+
+
+def _store_of(group: Any) -> Any:
+    """A part of the process group's store; None if it has none that can be read at any time."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        name = getattr(group, "group_name", "")
+        found: Any = dist.distributed_c10d.PrefixStore(f"flops/{name}", store)
+        found.append("failures", "")
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError):
+        return None
+    return found
+
+
+def _clone(store: Any) -> Any:
+    """A connection of its own: another thread must not wait for this one."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return store
