@@ -87,7 +87,7 @@ def train(language, seed, options):
     order = torch.Generator().manual_seed(seed)
     before, began = accuracy(model, *held_out), time.perf_counter()
     for _ in track(range(steps), description=f"seed {seed}"):
-        rows = torch.randint(len(tokens), (BATCH,), generator=order)
+        rows = torch.randperm(len(tokens), generator=order)[:BATCH]
         optimizer.zero_grad()
         fg.estimate({"tokens": tokens[rows], "lengths": lengths[rows]}, labels[rows], index=rows)
         optimizer.step()
