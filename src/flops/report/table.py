@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table that is never broken inside words: if needed, wider than the console."""
+    least = Measurement.get(console, console.options, table).minimum
+    console.print(table, width=max(console.width, least), crop=False, no_wrap=False)
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,20 @@ class Sheet:
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return "\n\n".join(part for part in (f"### {self.title}", table, self.note) if part) + "\n"
 
+    def print(self, console: Console) -> None:
+        """Print the table; long headers wrap between words, and nothing inside of one."""
+        print_table(console, self.table())
+
     def table(self) -> Table:
         """The table for the terminal."""
-        shown = Table(title=self.title, caption=self.note or None, box=SIMPLE_HEAD)
+        shown = Table(
+            title=self.title,
+            caption=self.note or None,
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            title_justify="left",
+            caption_justify="left",
+        )
         for number, name in enumerate(self.header):
             shown.add_column(name, justify="right" if number else "left", overflow="fold")
         for row in self.rows:

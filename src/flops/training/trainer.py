@@ -77,7 +77,9 @@ class Trainer:
         rows = self.batches[self.progress.position]
         inputs, targets = self.task.batch(rows)
         self.optimizer.zero_grad()
-        report = self.fg.estimate(inputs, targets, index=rows)
+        every = self.config.cosine_steps
+        compared = every is not None and self.progress.step % every == 0
+        report = self.fg.estimate(inputs, targets, index=rows, exact=compared)
         self.task.limit_gradients()
         if self.config.schedule == "cosine":  # from the state only, so that runs can resume
             self._set_rate(0.5 * (1 + math.cos(math.pi * self.fraction())))
@@ -104,11 +106,19 @@ class Trainer:
             "queries": progress.queries,
             "forward_equivalents": progress.spent,
             "parts": dict(progress.parts),
+            "group_queries": {n: int(counts.sum()) for n, counts in report.counts.items()},
             "snr": dict(report.snr),
             "shaping": {
-                n: {"k": s.k, "explained_variance": s.explained_variance}
+                n: {
+                    "k": s.k,
+                    "explained_variance": s.explained_variance,
+                    "reliability": s.reliability,
+                    "explore": s.explore,
+                    "withheld": s.withheld,
+                }
                 for n, s in report.shaping.items()
             },
+            **({"cosine": dict(report.cosine)} if report.cosine else {}),
             "seconds": progress.seconds,
         }
 
