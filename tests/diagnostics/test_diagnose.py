@@ -142,11 +142,15 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("task", ["image", "text"])
 def test_own_model_and_data(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(tmp_path / "photos", {"cat": 12, "dog": 12})
-    texts = [{"text": f"text {i}", "label": ("bad", "good")[i % 2]} for i in range(24)]
+    texts = [
+        {"text": f"this is a {('tree', 'coat')[i % 2]}.", "label": ("bad", "good")[i % 2]}
+        for i in range(24)
+    ]
     lines = "".join(json.dumps(line) + "\n" for line in texts)
     (tmp_path / "reviews.jsonl").write_text(lines)
     data = str(tmp_path / {"image": "photos", "text": "reviews.jsonl"}[task])
     few = ["--batch", "4", "--repeats", "2", "--queries", "2", "--steps", "1"]
+    few += ["--words", "bad= tree", "good= dress"] if task == "text" else []
     main(["diagnose", "--task", task, "--data", data, *few])
     shown = capsys.readouterr().out
     assert "recommended" in shown

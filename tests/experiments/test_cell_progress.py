@@ -124,7 +124,9 @@ def test_ctrl_c_ends_at_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     command = "compare --methods bp --seeds 1 --learning-rates 1e-3 --epochs 500 --workers 1"
     program = textwrap.dedent(
         f"""
+        import signal
         from flops.cli.main import main
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
         if __name__ == "__main__":
             main({[*command.split(), "--budget", "1", "--output", "out"]!r})
         """

@@ -140,7 +140,7 @@ def test_sigma_is_swept_only_where_it_is_not_automatic(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_name_for_people() -> None:
-    assert set(METHOD_NAMES) == set(METHODS)
+    assert set(METHODS) <= set(METHOD_NAMES)
 
 
 def test_a_comparison_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_other_data_must_have_the_same_classes(tmp_path: Path) -> None:
     found = evaluate_run(tmp_path / "run", str(tmp_path / "more"))
     assert found.points == 9  # all of them, not a split
     assert found.splits == ("train", "validation", "test")
-    with pytest.raises(FlopsError, match=r"the run has 2 classes \(cat, dog\), and 'fish' has 2"):
+    with pytest.raises(FlopsError, match=r"the run has 2 classes \(cat, dog\), and '.*fish' has 2"):
         evaluate_run(tmp_path / "run", str(tmp_path / "fish"))
     with pytest.raises(FlopsError, match="holds no run"):
         evaluate_run(tmp_path / "data")
@@ -63,5 +63,5 @@ def test_texts_keep_the_prompt_of_the_run(tmp_path: Path) -> None:
 def test_intervals_of_shares() -> None:
     # Wilson (1927), by the printed formula for 8 of 10 and for extremes.
     assert wilson(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert wilson(1.0, 50)[1] == 1
-    assert wilson(0.0, 50)[0] == 0
+    assert wilson(1.0, 50)[1] == pytest.approx(1)
+    assert wilson(0.0, 50)[0] == pytest.approx(0)

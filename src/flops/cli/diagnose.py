@@ -51,6 +51,10 @@ class Diagnose:
     """The data, as of finetune; None for the embedded digits, or garments for texts."""
     columns: tuple[str, ...] = ()
     """Of texts: names of the fields, such as text=sentence label=class."""
+    template: str | None = None
+    """Of texts: prompt around the text, such as "{text} It was"; None for that of the data."""
+    words: tuple[str, ...] = ()
+    """Of texts: label words, such as "negative= terrible" "positive= great"."""
     lora: int | None = None
     """Of texts: rank of LoRA adapters; None for the model itself."""
     limit: int | None = None
@@ -98,7 +102,13 @@ class Diagnose:
         if self.data is not None:
             shared["data"] = self.data
         if self.task == "text":
-            return TextConfig(**shared, columns=self.columns, lora=self.lora)
+            return TextConfig(
+                **shared,
+                columns=self.columns,
+                template=self.template,
+                words=self.words,
+                lora=self.lora,
+            )
         return FinetuneConfig(**shared, head=self.head)
 
     def run(self) -> None:

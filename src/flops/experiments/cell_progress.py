@@ -145,9 +145,8 @@ class CellProgress:
         return max(max(each, default=0.0), sum(each) / self._workers)
 
     def _name(self, settings: Any) -> str:
-        shown = [
-            f"{name.replace('_', ' ')} {_value(getattr(settings, name))}" for name in self._varied
-        ]
+        values = {name: getattr(settings, name) for name in self._varied}
+        shown = [f"{n.replace('_', ' ')} {_value(v)}" for n, v in values.items() if v is not None]
         return ", ".join(one.removeprefix("method ") for one in shown) or "run"
 
     def say(self, text: str) -> None:

@@ -76,6 +76,7 @@ def compare(
     if study.budget is None:
         trained = [m for m in study.methods if kinds[m].name is not None]
         forward = [m for m in trained if kinds[m].forward] or trained
+        study.console.print(f"measuring two steps of {len(forward)} methods, for the budget")
         costs = [cost_of_length(study, method) for method in forward]
         budget = float(round(max(costs, default=1.0)))
         study = dataclasses.replace(study, budget=budget)

@@ -12,7 +12,7 @@ import numpy as np
 from flops.experiments.compare_methods import BP, variant
 from flops.report.names import method_name
 from flops.report.plots import matplotlib_figures, matplotlib_module
-from flops.report.scales import short
+from flops.report.scales import Scale, short
 from flops.report.svg import Chart, Curve
 from flops.storage.files import replacing
 
@@ -120,8 +120,11 @@ def plot(path: Path, results: Results, title: str = "", chance: float | None = N
     for style, (name, level) in zip(styles, levels(results, chance).items(), strict=False):
         axis.axhline(level, label=name, color="grey", linestyle=style, linewidth=1.2, zorder=1)
     axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short(value)))
-    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+    low, high = axis.get_xlim()
+    ticks = Scale(low, high, 0, 1, log=True).ticks()
+    axis.xaxis.set_major_locator(ticker.FixedLocator(ticks))
+    axis.xaxis.set_major_formatter(ticker.FixedFormatter([short(tick) for tick in ticks]))
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.set_xlabel(COST, fontsize=11)
     axis.set_ylabel(ACCURACY, fontsize=11)
     axis.tick_params(labelsize=10)

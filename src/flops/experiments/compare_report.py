@@ -167,7 +167,9 @@ class ComparisonResults:
             parts.append(html.table(sheet.header, sheet.rows))
             if sheet.note:
                 parts.append(f'<p class="note">{escape(sheet.note)}</p>')
-        parts += [html.setting_table(self.settings), html.environment_table(self.environment)]
+        if self.settings:
+            parts += ["<h2>Settings</h2>", html.setting_table(self.settings)]
+        parts.append(html.environment_table(self.environment))
         methods = ", ".join(map(method_name, self.results))
         return html.page(f"{self.title}: methods compared", methods, *parts)
 

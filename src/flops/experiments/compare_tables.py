@@ -141,13 +141,13 @@ def sentence(results: Results, length: int, unit: Unit = "epochs") -> str:
     def mean(method: str, mark: str) -> float:
         return float(100 * np.mean([one[mark]["test"] for one in results[method]]))
 
-    at = f"at_{unit}"
+    at, ends = f"at_{unit}", f"{length} {unit if length > 1 else unit.removesuffix('s')}"
     forward = [m for m in results if variant(m).forward]
     if not forward:
         reached = {m: mean(m, at) for m in results}
         best = max(reached, key=lambda m: reached[m])
         name = "Backpropagation" if best == BP else best
-        return f"{name} reached {reached[best]:.1f} % after {length} {unit}."
+        return f"{name} reached {reached[best]:.1f} % after {ends}."
     order = sorted(forward, key=lambda m: -mean(m, "at_budget"))
     ranks = ", ".join(f"{m} {mean(m, 'at_budget'):.1f}" for m in order)
     said = f"At equal cost the forward methods reach test accuracies of {ranks} %"
@@ -155,7 +155,7 @@ def sentence(results: Results, length: int, unit: Unit = "epochs") -> str:
         best = order[0]
         gap = mean(BP, at) - mean(best, at)
         side = "below" if gap >= 0 else "above"
-        said += f"; after {length} {unit} {best} is {abs(gap):.1f} points {side} backpropagation"
+        said += f"; after {ends} {best} is {abs(gap):.1f} points {side} backpropagation"
     return said + "."
 
 

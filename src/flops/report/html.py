@@ -99,7 +99,7 @@ th:first-child, td:first-child, .texts td, .texts th, .pairs td, .pairs th { tex
 .pairs td:first-child { color: var(--soft); width: 40%; }
 .pairs tbody { display: grid;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); }
-.pairs tr { display: flex; border-bottom: 1px solid var(--edge); }
+.pairs tr { display: flex; }
 .pairs td { border: 0; }
 .pairs td:first-child { flex: 0 0 42%; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr));
@@ -118,6 +118,8 @@ summary { padding: 8px 12px; cursor: pointer; font-weight: 600; }
 details .scroll { border: 0; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
   background: var(--c); margin-right: 6px; vertical-align: -1px; }
+@media (max-width: 600px) { svg text { font-size: 14px; }
+  th, td { padding: 6px 8px; } th, td:first-child { white-space: normal; } }
 footer { margin-top: 40px; color: var(--soft); font-size: .85rem; }
 """
 

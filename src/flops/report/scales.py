@@ -46,7 +46,8 @@ class Scale:
 
     def ticks(self, most: int = 6) -> list[float]:
         """At most so many round values within the range, at least two if there are."""
-        return _log_ticks(self.low, self.high, most) if self.log else self._linear_ticks(most)
+        found = _log_ticks(self.low, self.high, most) if self.log else []
+        return found if len(found) > 2 else self._linear_ticks(most)
 
     def _linear_ticks(self, most: int) -> list[float]:
         step = _round_step((self.high - self.low) / max(1, most - 1))

@@ -14,7 +14,7 @@ from html import escape
 from flops.report.scales import Scale, fitted, short
 
 WIDTH, HEIGHT = 420, 250
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 42
+LEFT, RIGHT, TOP, BOTTOM = 66, 12, 10, 42
 SLOTS = 8  # colours of the page's style
 MOST = 240  # points of a curve; more are averaged
 

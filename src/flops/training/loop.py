@@ -142,7 +142,7 @@ def _check_extension(trainer: Trainer) -> None:
     begun = progress.epoch + (progress.position > 0)
     for name, now in (("epochs", begun), ("steps", progress.step), ("budget", progress.spent)):
         wanted = getattr(config, name)
-        if wanted is not None and (wanted < now or (wanted == now and trainer.finished())):
+        if wanted is not None and wanted < now:
             raise ConfigError(
                 f"the run has already reached {now:,.7g} of {name}, and {wanted:,.7g} would not "
                 f"extend it; give more, or --{name} None and another limit"
