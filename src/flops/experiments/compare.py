@@ -49,7 +49,8 @@ def main(study: MethodComparison) -> None:
     console.print(seen)
     try:
         with writing(folder, MEASURED):
-            plot(folder / "accuracy.png", results, found.title, found.chance)
+            title = f"{found.title}: accuracy against cost"
+            plot(folder / "accuracy.png", results, title, found.chance)
         console.print(f"plot: {folder / 'accuracy.png'}", markup=False, soft_wrap=True)
     except ImportError as error:
         console.print(f"no plot was drawn: {error}", markup=False)

@@ -29,6 +29,19 @@ from flops.tasks.text import TextConfig
 from flops.tasks.text.data import load_texts
 from flops.training.environment import environment
 
+# Settings that differ between the runs of a comparison, or have no meaning there.
+OF_RUNS: tuple[str, ...] = (
+    "method",
+    "learning_rate",
+    "sigma",
+    "seed",
+    "epochs",
+    "steps",
+    "budget",
+    "until",
+)
+OF_RUNS += ("marks", "test", "output", "plots", "checkpoint_steps", "checkpoint_seconds", "timeout")
+OF_RUNS += ("evaluate_every", "evaluate_steps", "cosine_steps", "lora", "lora_alpha")
 COST = (
     "queries: rows with noise; forwards: forward equivalents, 3 per point for backpropagation; "
     "MB: peak memory of the process, libraries included."
@@ -75,7 +88,12 @@ class ComparisonResults:
             study.budget or 0.0,
             chosen,
             results,
-            {n: v for n, v in study.base.to_dict().items() if n not in ("output", "method")},
+            {
+                "seeds": study.seeds,
+                study.unit: study.length,
+                "budget": study.budget,
+                **{n: v for n, v in study.base.to_dict().items() if n not in OF_RUNS},
+            },
             study.base.targets,
             chance_level(study.base),
             environment(),

@@ -28,7 +28,7 @@ MAIN: tuple[str, ...] = (
     "optimizer",
     "schedule",
 )
-MAIN += ("batch", "epochs", "steps", "budget", "lora", "seed")  # settings
+MAIN += ("batch", "epochs", "steps", "budget", "lora", "seed", "seeds")  # settings
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 # Okabe and Ito's colours, darker on white and lighter on black, so that all have contrast.
 STYLE = """
@@ -119,7 +119,8 @@ details .scroll { border: 0; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
   background: var(--c); margin-right: 6px; vertical-align: -1px; }
 @media (max-width: 600px) { svg text { font-size: 14px; }
-  th, td { padding: 6px 8px; } th, td:first-child { white-space: normal; } }
+  th, td { padding: 6px 8px; } th, td:first-child { white-space: normal; }
+  td:first-child { min-width: 6.5em; } }
 footer { margin-top: 40px; color: var(--soft); font-size: .85rem; }
 """
 

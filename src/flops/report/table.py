@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+WIDEST = 1000  # columns of a table
+
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table that is never broken inside words: if needed, wider than the console."""
-    least = Measurement.get(console, console.options, table).minimum
+    free = console.options.update(max_width=WIDEST)
+    least = Measurement.get(console, free, table).minimum
     console.print(table, width=max(console.width, least), crop=False, no_wrap=False)
 
 
@@ -54,7 +58,9 @@ class Sheet:
             caption_justify="left",
         )
         for number, name in enumerate(self.header):
-            shown.add_column(name, justify="right" if number else "left", overflow="fold")
+            cells = [row[number] for row in self.rows]
+            widest = max(map(cell_len, [*cells, *name.split()]), default=0)
+            shown.add_column(name, justify="right" if number else "left", min_width=widest)
         for row in self.rows:
             shown.add_row(*row)
         return shown
