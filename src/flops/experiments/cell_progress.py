@@ -16,8 +16,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 Result = dict[str, Any]
 Describe = Callable[[Result], str]
@@ -61,15 +69,15 @@ class CellProgress:
         self._settings, self._left = settings, list(left)
         self._seconds = {method: list(values) for method, values in known.items()}
         self._workers = max(1, min(workers, len(left)))
-        self._began = time.monotonic()
+        self._since = time.monotonic()  # of the last finished cell
         self._varied = varied(settings)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self._bar = Bar(
             *columns,
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+            _TimeToGo(self),
             console=console,
-            disable=not console.is_terminal,
+            disable=not (console.is_terminal and left),
         )
 
     def __enter__(self) -> Self:
@@ -78,9 +86,7 @@ class CellProgress:
             self.say(self.plan())
         done = len(self._settings) - len(self._left)
         self._bar.start()
-        self._task = self._bar.add_task(
-            self._title, total=len(self._settings), completed=done, left=self.to_go()
-        )
+        self._task = self._bar.add_task(self._title, total=len(self._settings), completed=done)
         return self
 
     def __exit__(
@@ -114,7 +120,8 @@ class CellProgress:
         self._left.remove(settings)
         if seconds is not None:
             self._seconds.setdefault(method_of(settings), []).append(seconds)
-        self._bar.update(self._task, advance=1, left=self.to_go())
+        self._since = time.monotonic()
+        self._bar.advance(self._task)
         if self._console.is_terminal:
             return
         done, total = len(self._settings) - len(self._left), len(self._settings)
@@ -124,12 +131,14 @@ class CellProgress:
         elif self._describe is not None:
             said += f": {self._describe(result)}"
         said += "" if seconds is None else f" ({seconds:.0f} s)"
-        self.say(f"{said}; {self.to_go()}" if self._left else said)
+        self.say("; ".join(filter(None, [said, self.to_go()])))
 
     def to_go(self) -> str:
-        """The time to go, as an estimate."""
+        """The time to go, as an estimate; empty if nothing is known."""
         seconds = self._estimate()
-        return "" if seconds is None or not self._left else f"about {about(seconds)} left"
+        if seconds is None or not self._left:
+            return ""
+        return f"about {about(max(0.0, seconds - (time.monotonic() - self._since)))} left"
 
     def _estimate(self) -> float | None:
         everything = [value for values in self._seconds.values() for value in values]
@@ -152,6 +161,18 @@ class CellProgress:
     def say(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _TimeToGo(ProgressColumn):
+    """The time to go, beside the bar."""
+
+    def __init__(self, progress: CellProgress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def render(self, task: Task) -> Text:
+        """The estimate at this moment."""
+        return Text(self._progress.to_go())
 
 
 def varied(settings: Sequence[Any]) -> list[str]:
