@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flops.cli.main import main
 from flops.diagnostics.table import diagnosis_tables
 from flops.experiments.theorem import ClosedFormProblem, theorem1, theorem2
 from tests.conftest import squared
+from tests.support.pictures import make_folder
 
 
 def model() -> nn.Sequential:
@@ -52,6 +54,11 @@ def test_rows_by_group_and_allocator() -> None:
         assert gaussian.cosine > equal.cosine
     json.dumps(found.to_dict())
     assert len(diagnosis_tables(found)) == 2
+    shown = str(found).splitlines()
+    assert sum("bernoulli" in line for line in shown) == 2
+    assert any(line.split()[-1:] == ["recommended"] for line in shown)
+    assert max(map(len, shown)) <= 80
+    assert len(repr(found.sigmas[0])) < 200  # repr stays what it was
 
 
 def test_the_recommended_sigma_is_on_the_plateau() -> None:
@@ -130,6 +137,26 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(row["recommended"] for row in found["sigmas"])
     main(["study", "theorem", "--repeats", "20"])
     assert "Theorem 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["image", "text"])
+def test_own_model_and_data(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path / "photos", {"cat": 12, "dog": 12})
+    texts = [
+        {"text": f"this is a {('tree', 'coat')[i % 2]}.", "label": ("bad", "good")[i % 2]}
+        for i in range(24)
+    ]
+    lines = "".join(json.dumps(line) + "\n" for line in texts)
+    (tmp_path / "reviews.jsonl").write_text(lines)
+    data = str(tmp_path / {"image": "photos", "text": "reviews.jsonl"}[task])
+    few = ["--batch", "4", "--repeats", "2", "--queries", "2", "--steps", "1"]
+    few += ["--words", "bad= tree", "good= dress"] if task == "text" else []
+    main(["diagnose", "--task", task, "--data", data, *few])
+    shown = capsys.readouterr().out
+    assert "recommended" in shown
+    assert "first third" in shown
+    with pytest.raises(SystemExit, match="nowhere"):
+        main(["diagnose", "--task", task, "--data", str(tmp_path / "nowhere"), *few])
 
 
 def test_bad_arguments_fail(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,7 +225,14 @@ def test_the_run_folder(tmp_path: Path) -> None:
     result = train(small(output=str(out), plots=True))
     names = {path.name for path in out.iterdir() if not path.name.startswith(".")}
     assert names == {
-        *("config.json", "environment.json", "metrics.jsonl", "checkpoints", "model"),
+        *(
+            "config.json",
+            "environment.json",
+            "result.json",
+            "metrics.jsonl",
+            "checkpoints",
+            "model",
+        ),
         *("counts.safetensors", "curves.png", "allocation.png"),
     }
     assert str(Path.home()) not in (out / "environment.json").read_text()
@@ -316,7 +323,7 @@ def test_stopped_while_loading_there_is_nothing_to_resume(tmp_path: Path, monkey
     with pytest.raises(SystemExit, match="stopped before the run started"):
         main(["finetune", "--output", str(tmp_path / "run")])
     monkeypatch.setattr("flops.experiments.compare.compare", stop)
-    with pytest.raises(SystemExit, match="flops: stopped"):
+    with pytest.raises(SystemExit, match="stopped; finished runs are saved"):
         main(["compare", "--output", str(tmp_path / "compare")])
     with pytest.raises(SystemExit, match="--checkpoint needs --resume"):
         main(["finetune", "--checkpoint", "previous", "--output", str(tmp_path / "run")])

@@ -63,8 +63,8 @@ def test_the_command_line_resumes(unbroken: Path, tmp_path: Path, capsys) -> Non
     out = tmp_path / "run"
     with pytest.raises(Stop):
         train(small(output=str(out)), display=Stopper(11))  # some points are not seen again
-    with pytest.raises(SystemExit, match="keeps its settings: leave out epochs, or start"):
-        main(["finetune", "--resume", str(out), "--epochs", "5"])
+    with pytest.raises(SystemExit, match=r"keeps its settings but .*: leave out queries, or start"):
+        main(["finetune", "--resume", str(out), "--queries", "5"])
     moved = out.rename(tmp_path / "moved")
     main(["finetune", "--resume", str(moved)])
     assert "from step 10" in capsys.readouterr().out

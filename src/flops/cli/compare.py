@@ -103,6 +103,8 @@ class Compare:
     """What likelihood ratio methods perturb; None for the default of each."""
     limit: int | None = None
     """Largest number of points per split, for quick runs."""
+    device: str = DEFAULTS.device
+    """cpu, cuda, or auto: a GPU if available."""
     workers: int = 2
     """Processes, with one thread each; 0 runs in this process."""
     output: Path = Path("runs/compare")
@@ -120,6 +122,7 @@ class Compare:
             limit=self.limit,
             budget=self.budget,
             targets=self.targets,
+            device=self.device,
         )
         compare.main(
             MethodComparison(
@@ -218,6 +221,8 @@ class CompareText:
     """Largest number of rows per pass of queries; None for a default."""
     limit: int | None = None
     """Largest number of points per split, for quick runs."""
+    device: str = DEFAULTS.device
+    """cpu, cuda, or auto: a GPU if available."""
     workers: int = 2
     """Processes, with one thread each; 0 runs in this process."""
     output: Path = Path("runs/compare-text")
@@ -245,6 +250,7 @@ class CompareText:
             chunk=self.chunk,
             limit=self.limit,
             budget=self.budget,
+            device=self.device,
         )
         compare.main(
             MethodComparison(

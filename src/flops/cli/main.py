@@ -1,21 +1,61 @@
-"""The command line: `flops finetune`, `align`, `tune`, `serve`, `compare`, `diagnose`, `study`."""
+"""The command line: one command a file, all of them listed in `SUMMARIES`."""
 
 from __future__ import annotations
 
+import difflib
 import os
+import shlex
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
 
 from flops.cli import align, compare, finetune
 from flops.cli.diagnose import Diagnose
+from flops.cli.evaluate import Evaluate
+from flops.cli.report import Report
 from flops.cli.serve import Serve
 from flops.cli.study import Study
 from flops.cli.tune import Tune
 from flops.errors import FlopsError
 from flops.optional import install_command
+from flops.training.console import Lines
 from flops.training.launch import launched
+from flops.version import __version__
+
+SUMMARIES = {
+    "finetune": "train an image classifier, or a language model with --task text",
+    "evaluate": "test the model of a run, also on other data",
+    "report": "write an HTML page about runs, a comparison or a study",
+    "compare": "compare methods at equal cost and at equal epochs",
+    "diagnose": "measure gradient estimates by group, and find a sigma",
+    "tune": "tune what only answers: prompts, a function, a program",
+    "serve": "serve a frozen CLIP: logits for prompts, never weights",
+    "align": "train an adapter between two frozen models",
+    "study": "check the claims of the paper and of this library",
+}
+RESUMED = ("compare", "study")  # the same command continues them
+CLOSED_PIPE = 128 + 13  # status of programs whose reader is gone, such as `flops ... | head -1`
+
+
+def usage() -> str:
+    """`flops --help`: one line a command."""
+    lines = [f"  {name:<9} {said}" for name, said in SUMMARIES.items()]
+    return "\n".join(
+        [
+            "usage: flops COMMAND [OPTIONS]",
+            "",
+            "Train neural networks with forward passes only.",
+            "",
+            *lines,
+            "",
+            "flops COMMAND --help explains a command, with examples; flops --version shows the",
+            "version; flops --tyro-write-completion bash FILE writes completions (also zsh, tcsh).",
+            "",
+        ]
+    )
 
 
 def _commands(arguments: list[str]) -> Any:
@@ -24,18 +64,43 @@ def _commands(arguments: list[str]) -> Any:
     compared, comparing = compare.command(arguments)
     return (
         Annotated[kind, finetuning]
-        | Annotated[align.Align, align.subcommand(arguments)]
+        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[compared, comparing]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-        | Annotated[Study, tyro.conf.subcommand("study")]
-        | Annotated[Serve, tyro.conf.subcommand("serve")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
+        | Annotated[Serve, tyro.conf.subcommand("serve")]
+        | Annotated[align.Align, align.subcommand(arguments)]
+        | Annotated[Study, tyro.conf.subcommand("study")]
     )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `flops` and of `python -m flops`."""
     given = sys.argv[1:] if arguments is None else arguments
+    try:
+        _main(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _close_output()
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # raised by rich
+            _close_output()
+        raise
+
+
+def _main(given: list[str]) -> None:
+    if not given or given[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return
+    if given[0] in ("-V", "--version"):
+        sys.stdout.write(f"flops {__version__}\n")
+        return
+    if not given[0].startswith("-") and given[0] not in SUMMARIES:
+        near = difflib.get_close_matches(given[0], SUMMARIES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(SUMMARIES)}"
+        sys.stderr.write(f"flops: no command '{given[0]}'; {hint}\n")
+        sys.exit(2)
     try:
         command: Any = tyro.cli(
             _commands(given),
@@ -48,7 +113,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise FlopsError(
                 "torchrun supports `flops finetune` and `flops align` only; start this without it"
             )
-        command.run()
+        if given[0] in RESUMED:
+            with Lines(Console(stderr=True)).warnings():
+                command.run()
+        else:
+            command.run()
     except FlopsError as error:
         rank = f" (process {os.environ['RANK']})" if launched() else ""
         sys.exit(f"flops{rank}: {error}")
@@ -60,4 +129,14 @@ def main(arguments: list[str] | None = None) -> None:
             f"flops: a package is missing ({said}); install all with: {install_command('all')}"
         )
     except KeyboardInterrupt:
+        if given[0] in RESUMED:
+            again = shlex.join(["flops", *given])
+            sys.exit(f"stopped; finished runs are saved. Continue with: {again}")
         sys.exit("flops: stopped")
+
+
+def _close_output() -> None:
+    """Exit silently: whoever reads the output has gone."""
+    with suppress(OSError, ValueError):  # else the interpreter complains when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(CLOSED_PIPE)

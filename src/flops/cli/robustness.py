@@ -91,6 +91,8 @@ class Robustness:
     """Seed of natural noise, the same for all models."""
     limit: int | None = None
     """Largest number of points per split, for quick runs; with --runs, of the test split only."""
+    device: str = DEFAULTS.device
+    """cpu, cuda, or auto: a GPU if available; runs given by --runs keep theirs."""
     quick: bool = False
     """A preview in less than a minute, in a separate folder: one seed, one epoch and few points,
     unless set explicitly."""
@@ -160,4 +162,5 @@ class Robustness:
             queries=self.queries,
             batch=self.batch,
             limit=self.limit,
+            device=self.device,
         )

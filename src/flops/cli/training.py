@@ -17,7 +17,7 @@ from rich.console import Console
 from flops.training.config import ConfigError, RunConfig, Settings, preset_settings, read_file
 from flops.training.console import closing, display_for
 from flops.training.loop import train
-from flops.training.run_directory import check_run, is_run, new_folder, read_settings
+from flops.training.run_directory import LENGTHS, check_run, is_run, new_folder, read_settings
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class RunOptions:
     config: Path | None = None
     """File with settings, .json or .toml; names are those of the options, with _ for -."""
     resume: Path | None = None
-    """Resume the run in this folder, with its settings. On the same machine, with the same library
+    """Resume the run in this folder, with its settings. More --epochs, --steps or --budget extend
+    it, also after its end. On the same machine, with the same library
     versions and number of threads, the result is bit-identical to an uninterrupted run; otherwise
     it differs by rounding, and a warning names what changed."""
     checkpoint: Literal["last", "previous"] = "last"
@@ -125,7 +126,7 @@ def _looked_up(arguments: Sequence[str]) -> argparse.Namespace | None:
 
 
 def resumed(settings: Settings, folder: Path, apart: Sequence[Any]) -> Settings:
-    """The settings of the run in a folder, which the command line must not change.
+    """The settings of the run in a folder; the command line may change its length only.
 
     Args:
         settings: Settings from the command line.
@@ -133,17 +134,19 @@ def resumed(settings: Settings, folder: Path, apart: Sequence[Any]) -> Settings:
         apart: Configuration file and preset, which are not allowed here.
 
     Raises:
-        ConfigError: If the command line changes a setting.
+        ConfigError: If the command line changes another setting.
     """
     if any(given is not None for given in apart):
         raise ConfigError("--resume uses the settings of the run: leave out --config and --preset")
     kept = read_settings(folder, type(settings))
     changed = [name for name, value in kept if value != getattr(settings, name)]
-    if changed:
+    if other := [name for name in changed if name not in LENGTHS]:
         raise ConfigError(
-            f"a resumed run keeps its settings: leave out {', '.join(changed)}, or start a new run"
+            f"a resumed run keeps its settings but {', '.join(LENGTHS)}: leave out "
+            f"{', '.join(other)}, or start a new run"
         )
-    return kept.replace(output=str(folder))
+    longer = {name: getattr(settings, name) for name in changed}
+    return kept.replace(output=str(folder), **longer)
 
 
 def print_settings(settings: RunConfig) -> None:

@@ -94,6 +94,12 @@ class Diagnosis:
         """Values for JSON."""
         return dataclasses.asdict(self)
 
+    def __str__(self) -> str:
+        """The tables of `flops diagnose`."""
+        from flops.diagnostics.table import text  # a table knows what it shows
+
+        return text(self)
+
     def recommended(self, group: str) -> float | None:
         """The recommended sigma of a group; None if its estimator has none."""
         found = [row.sigma for row in self.sigmas if row.group == group and row.recommended]

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import io
+
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from flops.diagnostics.diagnose import Diagnosis
+
+WIDTH = 160  # widest text; tables take what they need
+
+
+def text(found: Diagnosis) -> str:
+    """All tables as plain text."""
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, force_terminal=False)
+    for table in diagnosis_tables(found):
+        console.print(table)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def diagnosis_tables(found: Diagnosis) -> list[Table]:

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,9 +24,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flops.errors import FlopsError
+from flops.experiments.cell_progress import CellProgress, Describe, method_of, warn_grouped
 from flops.optional import MissingPackageError
 from flops.storage.disk import DiskError, reason
 from flops.storage.files import atomic_write, safe_name
@@ -33,6 +34,9 @@ from flops.storage.plain import parse_object
 
 Result = dict[str, Any]
 LONGEST = 200  # longest file name, in bytes
+# Of workers: one thread each, and no bars of packages, which would be drawn over each other.
+WORKERS = {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+HIDDEN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,24 @@ class Cell:
             return None
         return result if {**json.loads(json.dumps(defaults)), **settings} == now else None
 
-    def save(self, folder: Path, result: Result) -> None:
-        """Write the result atomically."""
+    def seconds(self, folder: Path) -> float | None:
+        """How long a saved cell took; None if it is not saved, or older versions saved it."""
+        for path in self._places(folder):
+            try:
+                found = parse_object(path.read_bytes()).get("seconds")
+            except (OSError, ValueError):
+                continue
+            if isinstance(found, int | float) and not isinstance(found, bool):
+                return float(found)
+        return None
+
+    def save(self, folder: Path, result: Result, seconds: float | None = None) -> None:
+        """Write the result, and how long it took, atomically."""
         path = self.path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = {"settings": dataclasses.asdict(self.settings), "result": result}
+        kept: dict[str, Any] = {"settings": dataclasses.asdict(self.settings), "result": result}
+        if seconds is not None:
+            kept["seconds"] = round(seconds, 3)
         atomic_write(path, json.dumps(kept, indent=1) + "\n")
 
 
@@ -117,6 +134,7 @@ def run_cells(
     console: Console,
     title: str,
     fresh: bool = False,
+    describe: Describe | None = None,
 ) -> list[Result]:
     """Run the cells without a saved result, and return the results of all, in order.
 
@@ -124,9 +142,13 @@ def run_cells(
         cells: Cells to run.
         folder: Folder of the results.
         workers: Processes, with one thread each; 0 runs in this process.
-        console: Shows a progress bar if it is a terminal.
-        title: Title of the progress bar.
+        console: Shows the plan, then a bar with the time to go if it is a terminal, else a line
+            for every finished cell.
+        title: Name of these cells.
         fresh: Use a new process for each cell, for its own peak memory.
+        describe: A result in a few words, for the line.
+
+    Warnings of the cells are repeated at the end, one for each kind.
 
     A result that cannot be written, for instance to a full disk, is kept in memory and written as
     soon as possible, with one warning.
@@ -137,26 +159,27 @@ def run_cells(
     """
     left = [cell for cell in cells if cell.load(folder) is None]
     failed: dict[str, BaseException] = {}
-    unwritten: dict[Cell, Result] = {}
+    unwritten: dict[Cell, Outcome] = {}
+    warned: list[tuple[str, ...]] = []
     said = ""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(title, total=len(cells), completed=len(cells) - len(left))
-        for cell, error, result in _finished(left, folder, workers, fresh):
-            if error is not None and result is not None:
-                unwritten[cell] = result
+    every, ours = ([cell.settings for cell in some] for some in (cells, left))
+    known = _known_seconds(cells, folder) if left else {}
+    with CellProgress(console, title, every, ours, known, workers, describe) as progress:
+        for cell, found in _finished(left, folder, workers, fresh):
+            warned.append(found.warnings)
+            if found.error is not None and found.result is not None:
+                unwritten[cell] = found
                 if not said:
                     said = (
-                        f"cannot write to {folder}: {reason(error)}; the study continues, and "
-                        "results are written as soon as there is space"
+                        f"cannot write to {folder}: {reason(found.error)}; the study continues, "
+                        "and results are written as soon as there is space"
                     )
                     warnings.warn(said, stacklevel=2)
-            elif error is not None:
-                failed[cell.name] = error
+            elif found.error is not None:
+                failed[cell.name] = found.error
             _retry_writes(unwritten, folder)
-            bar.advance(task)
+            progress.finished(cell.settings, found.seconds, found.result)
+    warn_grouped(warned)
     if unwritten:
         some = f"cannot write {len(unwritten)} of {len(left)} results to {folder}"
         advice = "free some space and run it again: these are measured again, the others are kept"
@@ -169,14 +192,41 @@ def run_cells(
             f"{len(failed)} of {len(left)} cells of '{title}' failed, first '{name}': {error!r}; "
             "the others are kept; run again to continue"
         ) from error
-    return [found for cell in cells if (found := cell.load(folder)) is not None]
+    return [result for cell in cells if (result := cell.load(folder)) is not None]
 
 
-def _retry_writes(unwritten: dict[Cell, Result], folder: Path) -> None:
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell.
+
+    Attributes:
+        error: Why it failed, or why its result could not be written; None if all went well.
+        result: Its result; None if it failed.
+        seconds: How long it took; None if it failed.
+        warnings: What it warned of.
+    """
+
+    error: BaseException | None = None
+    result: Result | None = None
+    seconds: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def _known_seconds(cells: Sequence[Cell], folder: Path) -> dict[str, list[float]]:
+    """Seconds of saved cells, by method."""
+    found: dict[str, list[float]] = {}
+    for cell in cells:
+        if (seconds := cell.seconds(folder)) is not None:
+            found.setdefault(method_of(cell.settings), []).append(seconds)
+    return found
+
+
+def _retry_writes(unwritten: dict[Cell, Outcome], folder: Path) -> None:
     """Retry writing."""
-    for cell, result in list(unwritten.items()):
+    for cell, found in list(unwritten.items()):
+        assert found.result is not None
         try:
-            cell.save(folder, result)
+            cell.save(folder, found.result, found.seconds)
         except OSError:
             return
         del unwritten[cell]
@@ -184,16 +234,16 @@ def _retry_writes(unwritten: dict[Cell, Result], folder: Path) -> None:
 
 def _finished(
     cells: Sequence[Cell], folder: Path, workers: int, fresh: bool
-) -> Iterator[tuple[Cell, BaseException | None, Result | None]]:
-    """Cells as they complete, with the error or None, and the result if not written."""
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Cells as they complete."""
     if workers == 0:
         for cell in cells:
-            yield cell, *_attempt(cell, folder)
+            yield cell, _attempt(cell, folder)
         return
     if not cells:
         return
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch when imported in the workers
+    before = {name: os.environ.get(name) for name in WORKERS}
+    os.environ.update(WORKERS)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         min(workers, len(cells)),
@@ -205,13 +255,18 @@ def _finished(
         futures = {pool.submit(_attempt, cell, folder): cell for cell in cells}
         for future in as_completed(futures):
             failed = future.exception()  # the worker process died
-            yield futures[future], *((failed, None) if failed is not None else future.result())
+            yield futures[future], Outcome(failed) if failed is not None else future.result()
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():  # else it waits for their runs
+            child.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _start_worker() -> None:
@@ -228,13 +283,23 @@ def _start_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _attempt(cell: Cell, folder: Path) -> tuple[Exception | None, Result | None]:
+def _attempt(cell: Cell, folder: Path) -> Outcome:
+    started = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = cell.measure(cell.settings)
+        except Exception as error:
+            return Outcome(error, warnings=_texts(caught))
+    seconds = time.perf_counter() - started
     try:
-        result = cell.measure(cell.settings)
-    except Exception as error:
-        return error, None
-    try:
-        cell.save(folder, result)
+        cell.save(folder, result, seconds)
     except OSError as error:  # keep a result that took long to measure
-        return error, result
-    return None, None
+        return Outcome(error, result, seconds, _texts(caught))
+    return Outcome(None, result, seconds, _texts(caught))
+
+
+def _texts(caught: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
+    """Different warnings; those for developers of other packages are left out."""
+    shown = (w for w in caught if not issubclass(w.category, HIDDEN))
+    return tuple(dict.fromkeys(" ".join(str(w.message).split()) for w in shown))

@@ -15,11 +15,11 @@ import json
 
 from flops.errors import FlopsError
 from flops.experiments.cells import Cell, Result, run_cells
+from flops.experiments.compare_curves import plot
 from flops.experiments.compare_methods import variant
-from flops.experiments.compare_runs import MethodComparison, measure
-from flops.experiments.compare_sweep import Chosen, run_sweeps, sweep
-from flops.experiments.compare_tables import differences, plot, sentence, sweep_table, table
-from flops.report.table import Sheet
+from flops.experiments.compare_report import ComparisonResults
+from flops.experiments.compare_runs import MethodComparison, describe, measure
+from flops.experiments.compare_sweep import Chosen, run_sweeps, settings_of, sweep
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write
 from flops.training.trainer import Trainer
@@ -31,47 +31,30 @@ def main(study: MethodComparison) -> None:
     Raises:
         FlopsError: If there is nothing to compare, a run failed, or results cannot be written.
     """
-    folder, console, targets = study.folder, study.console, study.base.targets
+    folder, console = study.folder, study.console
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # early, not after hours
         raise FlopsError(f"cannot write to {folder}: {error.strerror}") from error
     study, chosen, results = compare(study)
-    spread = f"mean ± standard deviation over {study.seeds} seeds" if study.seeds > 1 else "1 seed"
-    cost = (
-        "queries: rows with noise; forwards: forward equivalents, 3 per point for "
-        "backpropagation; MB: peak memory of the process, libraries included."
-    )
-    titles = {
-        "at_budget": f"(a) Equal cost: {study.budget:,.0f} forward equivalents, {spread}",
-        study.at_length: f"(b) Equal {study.unit}: {study.length}, {spread}",
-    }
-    sheets: list[Sheet | None] = [
-        *(table(results, mark, title, cost, targets, study.unit) for mark, title in titles.items()),
-        differences(results, study.at_length),
-        sweep_table(chosen, study.unit),
-    ]
-    seen = sentence(results, study.length, study.unit)
-    written = [sheet.markdown() for sheet in sheets if sheet is not None]
-    kept = {
-        study.unit: study.length,
-        "budget": study.budget,
-        "chosen": {m: dataclasses.asdict(c) for m, c in chosen.items()},
-        "results": results,
-    }
+    found = ComparisonResults.of(study, chosen, results)
+    sheets, seen = found.sheets(), found.sentence()
     with writing(folder, MEASURED):
+        written = [sheet.markdown() for sheet in sheets]
         atomic_write(folder / "tables.md", "\n".join([*written, seen + "\n"]))
-        atomic_write(folder / "results.json", json.dumps(kept, indent=1) + "\n")
+        atomic_write(folder / "results.json", json.dumps(found.to_dict(), indent=1) + "\n")
+        atomic_write(folder / "report.html", found.page(), durable=False)
     for sheet in sheets:
-        if sheet is not None:
-            console.print(sheet.table())
+        sheet.print(console)
     console.print(seen)
     try:
         with writing(folder, MEASURED):
-            plot(folder / "accuracy.png", results, f"{study.base.model} on {study.base.data}")
+            title = f"{found.title}: accuracy against cost"
+            plot(folder / "accuracy.png", results, title, found.chance)
         console.print(f"plot: {folder / 'accuracy.png'}", markup=False, soft_wrap=True)
     except ImportError as error:
         console.print(f"no plot was drawn: {error}", markup=False)
+    console.print(f"page: {folder / 'report.html'}", markup=False, soft_wrap=True)
     console.print(f"results are in {folder}", markup=False, soft_wrap=True)
 
 
@@ -94,17 +77,39 @@ def compare(
     if study.budget is None:
         trained = [m for m in study.methods if kinds[m].name is not None]
         forward = [m for m in trained if kinds[m].forward] or trained
+        study.console.print(f"measuring two steps of {len(forward)} methods, for the budget")
         costs = [cost_of_length(study, method) for method in forward]
         budget = float(round(max(costs, default=1.0)))
         study = dataclasses.replace(study, budget=budget)
+    study.console.print(plan(study), markup=False, highlight=False, soft_wrap=True)
     run_sweeps(study)
     chosen = {method: sweep(study, method) for method in study.methods}
     cells = {method: _cells(study, method, c) for method, c in chosen.items()}
     by_seed = zip(*cells.values(), strict=True)
     every = [c for methods in by_seed for pair in methods for c in dict.fromkeys(pair)]
-    run_cells(every, study.folder, study.workers, study.console, "runs", fresh=True)
+    run_cells(
+        every,
+        study.folder,
+        study.workers,
+        study.console,
+        "reported runs",
+        fresh=True,
+        describe=describe,
+    )
     results = {method: [_both(study, *pair) for pair in mine] for method, mine in cells.items()}
     return study, chosen, results
+
+
+def plan(study: MethodComparison) -> str:
+    """The number of runs, and what they cost; their time is known from those that finish."""
+    tried = [len(settings_of(study, method)) for method in study.methods]
+    short, swept = sum(n for n in tried if n > 1), sum(n > 1 for n in tried)
+    said = f"plan: {len(study.methods)} methods with {study.seeds} "
+    said += f"{'seeds' if study.seeds > 1 else 'seed'}"
+    if swept:
+        said += f"; {short} short runs and at most {4 * swept} full ones choose their settings"
+    said += f"; a reported run costs about {study.budget or 0:,.0f} forward equivalents"
+    return said
 
 
 def _cells(study: MethodComparison, method: str, chosen: Chosen) -> list[tuple[Cell, Cell]]:

@@ -58,6 +58,7 @@ class ComparisonRun:
     targets: Targets | None = None
     head: Head = "fresh"
     weights: str = ""  # digest of a model folder
+    device: str = "auto"
 
     @property
     def variant(self) -> Variant:
@@ -95,6 +96,7 @@ class ComparisonRun:
             "learning_rate": self.learning_rate,
             "seed": self.seed,
             "test": self.test,
+            "device": self.device,
         }
 
 
@@ -172,6 +174,14 @@ def measure_sweep_run(run: ComparisonRun) -> Result:
         return measure(run)
     except NonFiniteLossError:
         return {"diverged": True}
+
+
+def describe(result: Result) -> str:
+    """Accuracy of a run at the end of its budget or length, for its line."""
+    if result.get("diverged"):
+        return "diverged"
+    at = result.get("at_budget") or result.get("at_steps") or result["at_epochs"]
+    return f"validation accuracy {at['accuracy']:.1%}"
 
 
 def _weights(model: str) -> str:
@@ -261,6 +271,7 @@ class MethodComparison:
             "limit": base.limit,
             "targets": base.targets,
             "weights": _weights(base.model),
+            "device": base.device,
         }
         given: ComparisonRun
         if isinstance(base, TextConfig):

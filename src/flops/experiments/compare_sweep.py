@@ -13,9 +13,15 @@ from typing import Literal
 
 from flops.experiments.cells import Cell, run_cells
 from flops.experiments.compare_methods import variant
-from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure_sweep_run
+from flops.experiments.compare_runs import (
+    ComparisonRun,
+    MethodComparison,
+    describe,
+    measure_sweep_run,
+)
 
 SWEEP_SEED = 1000  # never among the reported seeds
+PARTS = {"sweep": "short runs of the sweep", "finals": "full runs of the sweep"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ def _run(
     runs: Mapping[str, Mapping[tuple[float, float], ComparisonRun]],
 ) -> None:
     cells = [Cell(part, measure_sweep_run, run) for some in runs.values() for run in some.values()]
-    run_cells(cells, study.folder, study.workers, study.console, part)
+    run_cells(cells, study.folder, study.workers, study.console, PARTS[part], describe=describe)
 
 
 def _best_rates(

@@ -1,9 +1,8 @@
-"""Tables, plot and summary of a comparison."""
+"""Tables and summary of a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,7 @@ from flops.estimators.likelihood_ratio import Targets
 from flops.experiments.compare_methods import BP, variant
 from flops.experiments.compare_runs import Unit
 from flops.report.intervals import interval
-from flops.report.plots import matplotlib_figures
 from flops.report.table import Sheet
-from flops.storage.files import replacing
 from flops.training.methods import Method
 
 Results = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -144,13 +141,13 @@ def sentence(results: Results, length: int, unit: Unit = "epochs") -> str:
     def mean(method: str, mark: str) -> float:
         return float(100 * np.mean([one[mark]["test"] for one in results[method]]))
 
-    at = f"at_{unit}"
+    at, ends = f"at_{unit}", f"{length} {unit if length > 1 else unit.removesuffix('s')}"
     forward = [m for m in results if variant(m).forward]
     if not forward:
         reached = {m: mean(m, at) for m in results}
         best = max(reached, key=lambda m: reached[m])
         name = "Backpropagation" if best == BP else best
-        return f"{name} reached {reached[best]:.1f} % after {length} {unit}."
+        return f"{name} reached {reached[best]:.1f} % after {ends}."
     order = sorted(forward, key=lambda m: -mean(m, "at_budget"))
     ranks = ", ".join(f"{m} {mean(m, 'at_budget'):.1f}" for m in order)
     said = f"At equal cost the forward methods reach test accuracies of {ranks} %"
@@ -158,72 +155,8 @@ def sentence(results: Results, length: int, unit: Unit = "epochs") -> str:
         best = order[0]
         gap = mean(BP, at) - mean(best, at)
         side = "below" if gap >= 0 else "above"
-        said += f"; after {length} {unit} {best} is {abs(gap):.1f} points {side} backpropagation"
+        said += f"; after {ends} {best} is {abs(gap):.1f} points {side} backpropagation"
     return said + "."
-
-
-NAMES = {
-    "bp": "backpropagation",
-    "mezo": "MeZO",
-    "fzoo": "FZOO",
-    "lozo": "LOZO",
-    "jvp": "forward gradient",
-    "n-spsa": "SPSA per point",
-    "deepzero": "DeepZero",
-    "lr": "likelihood ratio",
-    "ops-spsa": "SPSA, learned allocation",
-    "ops-lr": "likelihood ratio, learned allocation",
-    "shaped-lr": "shaped likelihood ratio (ours)",
-}
-
-
-def plot(path: Path, results: Results, title: str = "") -> None:
-    """Plot validation accuracy against forward equivalents: mean and range over seeds.
-
-    Backpropagation and ours are drawn on top, the unmodified model as a level.
-    """
-    figure = matplotlib_figures().Figure(figsize=(7.5, 4), layout="constrained")
-    axis = figure.subplots()
-    for method, found in results.items():
-        curves, kind = [one["curve"] for one in found], variant(method)
-        if kind.name is None:
-            score = 100 * np.mean([curve[0]["accuracy"] for curve in curves])
-            axis.axhline(score, label="before training", color="grey", linestyle=":", linewidth=1)
-            continue
-        length = min(map(len, curves))
-        cost = np.mean([[e["forward_equivalents"] for e in c[:length]] for c in curves], axis=0)
-        score = 100 * np.array([[e["accuracy"] for e in c[:length]] for c in curves])
-        shown = np.array([e["step"] > 0 for e in curves[0][:length]])  # the axis is logarithmic
-        ahead = kind.name in (BP, "shaped-lr")
-        (line,) = axis.plot(
-            cost[shown],
-            score.mean(0)[shown],
-            label=_label(method),
-            color=("black" if kind.name == BP else "tab:red") if ahead else None,
-            linestyle="--" if "+lora" in method else "-",
-            linewidth=2 if ahead else 1.2,
-            marker="o",
-            markersize=3,
-            zorder=3 if ahead else 2,
-        )
-        low, high = score.min(0)[shown], score.max(0)[shown]
-        axis.fill_between(cost[shown], low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    axis.set_xscale("log")
-    axis.set_xlabel("cost in forward passes of one point")
-    axis.set_ylabel("validation accuracy in %")
-    axis.set_title(title, fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    with replacing(path, durable=False) as scratch:
-        figure.savefig(scratch, dpi=150)
-
-
-def _label(spelled: str) -> str:
-    """A method's name for people."""
-    name, *parts = spelled.split("+")
-    kinds = ["LoRA" if part == "lora" else part for part in parts]
-    return " + ".join([NAMES[name], *kinds])
 
 
 def _short(value: float) -> str:

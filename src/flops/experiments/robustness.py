@@ -150,7 +150,7 @@ def main(runs: Sequence[FinishedRun], study: RobustnessStudy) -> Found:
         atomic_write(study.folder / "results.json", json.dumps(kept, indent=1) + "\n")
         write_csv(study.folder / "results.csv", found)
     for sheet in sheets:
-        console.print(sheet.table())
+        sheet.print(console)
     if not differences:
         console.print(f"no differences: they need runs of {BASE} and of another method")
     if len(strengths.all_bounds) > 1:

@@ -9,6 +9,7 @@ from flops.experiments.robustness_tables import TITLES, Found
 from flops.experiments.robustness_trials import ATTACKS, Strengths
 from flops.report.grid import STYLES
 from flops.report.intervals import interval
+from flops.report.names import method_name
 from flops.report.plots import matplotlib_figures
 from flops.storage.files import replacing
 
@@ -46,7 +47,7 @@ def plot_bounds(path: Path, found: Found, strengths: Strengths) -> None:
                     markersize=5,
                     linewidth=1.4,
                     capsize=2.5,
-                    label=method,
+                    label=method_name(method),
                 )
             axis.grid(alpha=0.3)
             axis.set_ylim(-3, None if row else 103)  # by chance, noise may help
@@ -56,6 +57,8 @@ def plot_bounds(path: Path, found: Found, strengths: Strengths) -> None:
     axes[0][0].set_ylabel("test accuracy, %")
     axes[1][0].set_ylabel("relative accuracy, % of clean")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), handlelength=4)
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=min(len(labels), 3), handlelength=4
+    )
     with replacing(path, durable=False) as scratch:
         figure.savefig(scratch, dpi=120)

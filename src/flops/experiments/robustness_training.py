@@ -44,10 +44,14 @@ class ModelTraining:
     limit: int | None = None
     seed: int = 0
     weights: str = ""  # digest of a model folder
+    device: str = "auto"
 
     def place(self, folder: Path) -> Path:
         """Its run directory inside the folder of the study, named by all its settings."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        kept = dataclasses.asdict(self)
+        if self.device == "auto":  # older versions had no other
+            del kept["device"]
+        text = json.dumps(kept, sort_keys=True)
         mark = hashlib.sha256(text.encode()).hexdigest()[:8]
         return folder / "models" / f"{self.method}-seed{self.seed}-{mark}"
 
@@ -64,6 +68,7 @@ class ModelTraining:
             batch=self.batch,
             learning_rate=self.learning_rate,
             seed=self.seed,
+            device=self.device,
             output=str(self.place(folder)),
         )
 
@@ -113,6 +118,7 @@ def plan_trainings(
     queries: float,
     batch: int,
     limit: int | None,
+    device: str = "auto",
 ) -> list[ModelTraining]:
     """Models to train: every method with every seed.
 
@@ -127,6 +133,7 @@ def plan_trainings(
         queries: Mean queries per point and group.
         batch: Batch size.
         limit: Largest number of points per split; None for all.
+        device: Where they are trained and evaluated.
 
     Raises:
         FlopsError: If there are no methods, or a value is missing or invalid.
@@ -150,6 +157,7 @@ def plan_trainings(
             limit,
             seed,
             weights_digest(model),
+            device,
         )
         for seed in range(seeds)
         for method in dict.fromkeys(methods)

@@ -17,6 +17,7 @@ from flops.experiments.corruptions import gaussian, poisson, uniform
 from flops.experiments.robustness_runs import FinishedRun, open_run
 from flops.tasks.classification.metrics import logits
 from flops.tasks.data.pixels import ImageFormat
+from flops.training.device import find_device
 
 Kind = Literal["clean", "gaussian", "uniform", "poisson", "fgsm", "i-fgsm", "mi-fgsm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -162,7 +163,7 @@ def measure(trial: Trial, run: FinishedRun) -> Result:
     Raises:
         FlopsError: If model or data cannot be read, or the test split is empty.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(run.config.device)
     model, format, data = open_run(run, trial.limit)
     classify, split = of_pixels(model.to(device), format), data.test
     if not len(split):

@@ -272,5 +272,5 @@ def main(parts: Sequence[Part], study: ShapedStudy) -> None:
             atomic_write(study.folder / f"{part}.json", json.dumps(kept, indent=1) + "\n")
             atomic_write(study.folder / f"{part}.md", text)
         for sheet in sheets:
-            study.console.print(sheet.table())
+            sheet.print(study.console)
     study.console.print(f"written to {study.folder}")

@@ -29,6 +29,7 @@ from flops.allocators.counts import feasible, integer_optimum, objective
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.estimators import LikelihoodRatio
+from flops.report.table import print_table
 
 POINTS, INPUTS, OUTPUTS, QUERIES, SIGMA = 8, 5, 4, 6, 0.05
 
@@ -198,7 +199,7 @@ def main(repeats: int = 1000, seed: int = 0) -> None:
     """
     console = Console()
     for table in tables(theorem1(repeats, seed, console.is_terminal), theorem2(seed)):
-        console.print(table)
+        print_table(console, table)
 
 
 if __name__ == "__main__":

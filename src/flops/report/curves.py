@@ -55,40 +55,56 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def plot_curves(metrics: Path, path: Path) -> None:
+def plot_curves(metrics: Path, path: Path, *, title: str = "", chance: float | None = None) -> None:
     """Plot the training loss and the validation accuracy against forward equivalents.
 
     Args:
         metrics: The metrics.jsonl of a run.
         path: File to write.
+        title: Title of the figure.
+        chance: Accuracy of guessing, drawn as a line; None for no line.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     steps, evaluations = read_metrics(metrics)
     ticker = matplotlib_module("ticker")
-    figure = matplotlib_module("figure").Figure(figsize=(9, 3.4), layout="constrained")
+    figure = matplotlib_module("figure").Figure(figsize=(8.4, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     cost = _numbers(steps, "forward_equivalents")
     losses = _numbers(steps, "loss")
-    (drawn,) = left.plot(cost, losses, linewidth=0.8, alpha=0.35)
-    left.plot(cost, _running_mean(losses), linewidth=1.8, color=drawn.get_color())
-    left.set_ylabel("training loss")
+    (drawn,) = left.plot(cost, losses, linewidth=0.8, alpha=0.35, label="each step")
+    mean = _running_mean(losses)
+    left.plot(cost, mean, linewidth=2, color=drawn.get_color(), label="running mean")
+    left.set_title("Training loss", fontsize=12)
+    left.set_ylabel("loss", fontsize=11)
     right.plot(
         _numbers(evaluations, "forward_equivalents"),
         100 * _numbers(evaluations, "accuracy"),
         marker="o",
-        markersize=4,
+        markersize=5,
+        linewidth=2,
+        label="validation",
     )
-    right.set_ylabel("validation accuracy (%)")
+    if chance is not None:
+        right.axhline(
+            100 * chance, color="grey", linestyle=":", linewidth=1.5, label=f"chance, {chance:.0%}"
+        )
+    right.set_title("Validation accuracy", fontsize=12)
+    right.set_ylabel("accuracy, %", fontsize=11)
     for axis in (left, right):
-        axis.set_xlabel("forward equivalents")
+        axis.set_xlabel("cost in forward equivalents", fontsize=11)
+        axis.tick_params(labelsize=10)
         axis.set_xlim(left=0)
-        axis.xaxis.set_major_locator(ticker.MaxNLocator(6))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(5))
         axis.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 200k
         axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        shown = {"frameon": False, "fontsize": 10, "ncols": 2}
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), **shown)
+    figure.suptitle(title, fontsize=12)
     with replacing(path, durable=False) as scratch:
-        figure.savefig(scratch, dpi=110)
+        figure.savefig(scratch, dpi=150)
 
 
 def _numbers(lines: list[dict[str, Any]], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -27,22 +27,29 @@ def plot_over_steps(path: Path, panels: Mapping[str, Lines], label: str) -> None
         ImportError: matplotlib is not installed.
     """
     figures = matplotlib_figures()
-    figure = figures.Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
+    figure = figures.Figure(figsize=(0.6 + 3.4 * len(panels), 3.8), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    handles: dict[str, Any] = {}
+    colours: dict[str, str] = {}
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for name, (steps, values) in lines.items():
             seeds = np.asarray(values, dtype=float)  # (seeds, steps)
-            (drawn,) = axis.plot(steps, seeds.mean(0), label=name, linewidth=1.5)
+            colour = colours.setdefault(name, f"C{len(colours)}")  # the same in all panels
+            (drawn,) = axis.plot(steps, seeds.mean(0), color=colour, linewidth=1.8)
+            handles[name] = drawn
             axis.fill_between(
                 steps, seeds.min(0), seeds.max(0), color=drawn.get_color(), alpha=0.2, linewidth=0
             )
-        axis.set_title(title)
-        axis.set_xlabel("step")
+        axis.set_title(title, fontsize=11)
+        axis.set_xlabel("step", fontsize=11)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel(label)
-    axes[-1].legend(loc="lower right")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel(label, fontsize=11)
+    columns = max(1, min(len(handles), 2 * len(panels)))
+    shown = {"ncols": columns, "frameon": False, "fontsize": 10}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", **shown)
     with replacing(path, durable=False) as scratch:
-        figure.savefig(scratch, dpi=110)
+        figure.savefig(scratch, dpi=150)
 
 
 def matplotlib_figures() -> Any:

@@ -78,6 +78,9 @@ class RunConfig(BaseModel):
     """Also evaluate on the test split, once, when `epochs`, `budget` or `steps` is reached."""
     data: str = "digits"
     """The data set."""
+    cosine_steps: PositiveInt | None = None
+    """Steps between two comparisons with the backpropagated gradient: its cosine by group goes to
+    the metrics, and nothing else changes. Not charged; None for none."""
     limit: PositiveInt | None = None
     """Largest number of points per split, for quick runs; None for all."""
     chunk: Annotated[int, Field(ge=2)] | None = None

@@ -154,12 +154,12 @@ class _Recent:
     def line(self, found: Evaluation) -> str:
         loss = f"loss {self.loss:.4f}  " if self._lines else ""
         test = "" if found.test is None else f"  test {found.test:.1%}"
-        snr = " ".join(_ratio(value) for value in self.snr.values())
+        snr = ", ".join(f"{name} {_ratio(value)}" for name, value in self.snr.items())
         return (
             f"epoch {found.epoch:5.2f}  step {found.step:5d}  {loss}"
             f"validation {found.accuracy:.1%}{test}  queries {found.queries:,}  "
-            f"forwards {found.forward_equivalents:,.0f}  {duration(found.seconds)}"
-            + (f"  snr {snr}" if snr else "")
+            f"forwards {found.forward_equivalents:,.0f}  time {duration(found.seconds)}"
+            + (f"  signal-to-noise {snr}" if snr else "")
         )
 
 
@@ -177,7 +177,7 @@ def closing(result: Result) -> str:
         f"validation {result.accuracy:.1%}{test} after {result.steps} steps, "
         f"{result.queries:,} queries, {result.forward_equivalents:,.0f} forward equivalents, "
         f"{duration(result.seconds)}; peak memory {result.peak_memory / 2**30:.2f} GiB\n"
-        f"results are in {result.folder}"
+        f"results are in {result.folder}; flops report {result.folder} makes a page of them"
     )
 
 
@@ -189,4 +189,6 @@ def duration(seconds: float) -> str:
 
 
 def _ratio(value: float) -> str:
-    return "exact" if value == float("inf") else f"{value:.2g}"
+    if value == float("inf"):
+        return "exact"
+    return ">1e6" if value > 1e6 else f"{value:.2g}"

@@ -9,6 +9,7 @@ machine with the same versions and number of threads, else up to rounding.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flops.engine.rows import Ranks
-from flops.report.allocation import plot_allocation, write_counts
+from flops.report.allocation import plot_allocation
+from flops.report.counts import write_counts
 from flops.report.curves import plot_curves
+from flops.report.names import method_name
 from flops.storage.disk import writing
+from flops.storage.files import atomic_write
 from flops.training.config import ConfigError, RunConfig
 from flops.training.launch import broadcast, process_group, restarted
 from flops.training.progress import Evaluation, Result
@@ -111,20 +115,50 @@ def _train(
         trainer = Trainer(config)
         if (restored := broadcast(ranks, restored)) is not None:
             trainer.load_state_dict(*restored)
+        if folder is not None and folder.changes_length(config):
+            _check_extension(trainer)
+            folder.record_length(config)
         if path is not None and folder is None:  # only after model, data and settings were checked
             folder = RunDirectory.create(path, config)
         shown.start(trainer, path)
         with GracefulStop(folder is not None or ranks.rank > 0) as stopping:
             _loop(trainer, folder, shown, stopping)
-        peak = peak_memory()
+        result = _result(trainer)
         if folder is not None:
             advice = "free some space and resume the run, which is complete, to write them"
             with writing(folder.path, advice):
-                _write_results(trainer, folder.path)
+                _write_results(trainer, result, folder.path)
     finally:
         shown.close()
         if folder is not None:
             folder.close()
+    return result
+
+
+def _check_extension(trainer: Trainer) -> None:
+    """Raise if a resumed run with another length would not go on, or not as one of this length."""
+    config, progress = trainer.config, trainer.progress
+    if config.schedule == "cosine" and progress.step:
+        raise ConfigError(
+            "a run with a cosine schedule cannot change its length: the learning rates of its "
+            "steps depend on it; start a new run"
+        )
+    begun = progress.epoch + (progress.position > 0)
+    for name, now in (("epochs", begun), ("steps", progress.step), ("budget", progress.spent)):
+        wanted = getattr(config, name)
+        if wanted is not None and wanted < now:
+            raise ConfigError(
+                f"the run has already reached {now:,.7g} of {name}, and {wanted:,.7g} would not "
+                f"extend it; give more, or --{name} None and another limit"
+            )
+    if trainer.finished():
+        raise ConfigError(
+            f"the run ended at {', '.join(sorted(set(trainer.stops) & progress.reached))}, which "
+            "still limits it; raise this limit too, or set it to None"
+        )
+
+
+def _result(trainer: Trainer) -> Result:
     progress = trainer.progress
     return Result(
         tuple(progress.evaluations),
@@ -133,8 +167,8 @@ def _train(
         progress.spent,
         dict(progress.parts),
         progress.seconds,
-        peak,
-        config.output,
+        peak_memory(),
+        trainer.config.output,
     )
 
 
@@ -164,20 +198,28 @@ def _loop(
             raise KeyboardInterrupt
 
 
-def _write_results(trainer: Trainer, folder: Path) -> None:
+def _write_results(trainer: Trainer, result: Result, folder: Path) -> None:
     """Write the model and the plots; idempotent.
 
     Args:
         trainer: The finished run.
+        result: Its result.
         folder: The run directory.
     """
     task, data, counts = trainer.task, trainer.data, folder / "counts.safetensors"
     task.save(folder, trainer.progress.evaluations)
-    write_counts(counts, trainer.latest, data.train.labels, data.classes, task.pixels)
+    atomic_write(folder / "result.json", json.dumps(result.to_dict(), indent=2) + "\n")
+    labels, classes = data.train.labels, data.classes
+    write_counts(counts, trainer.latest, labels, classes, task.pixels, task.excerpts)
     if not trainer.config.plots:
         return
     try:
-        plot_curves(folder / "metrics.jsonl", folder / "curves.png")
+        plot_curves(
+            folder / "metrics.jsonl",
+            folder / "curves.png",
+            title=f"{data.name}: {method_name(trainer.config.method)}",
+            chance=1 / len(classes) if task.guesses_class and len(classes) > 1 else None,
+        )
         if trainer.progress.queries:  # none with backpropagation
             plot_allocation(counts, folder / "allocation.png")
     except ImportError as error:

@@ -156,6 +156,20 @@ class Result:
         """Test accuracy at the end, if evaluated."""
         return self.evaluations[-1].test
 
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON: the last evaluation and the cost, without the folder."""
+        return {
+            "accuracy": self.accuracy,
+            "loss": self.evaluations[-1].loss,
+            "test": self.test,
+            "steps": self.steps,
+            "queries": self.queries,
+            "forward_equivalents": self.forward_equivalents,
+            "parts": dict(self.parts),
+            "seconds": self.seconds,
+            "peak_memory": self.peak_memory,
+        }
+
     def at(self, *, epoch: int | None = None, budget: float | None = None) -> Evaluation:
         """The evaluation at the end of an epoch, or where a budget was used up.
 

@@ -8,6 +8,7 @@
 | checkpoints/ | the last two, see `flops.training.checkpoint` |
 | counts.safetensors | queries of each training point at its last visit |
 | curves.png, allocation.png | plots of metrics.jsonl and counts.safetensors |
+| result.json | accuracy and cost at the end, with the peak memory |
 | model/ | the trained model in the format of `transformers`, or the adapter of an alignment |
 | report.md | of an alignment: evaluations, and generated captions before and after |
 """
@@ -35,6 +36,8 @@ from flops.training import checkpoint as checkpoints
 from flops.training.config import ConfigError, RunConfig, Settings, read_file
 from flops.training.environment import environment, rounding
 from flops.version import __version__
+
+LENGTHS = ("epochs", "steps", "budget")  # settings that a resumed run may change
 
 
 class RunDirectoryError(FlopsError):
@@ -103,6 +106,22 @@ class RunDirectory:
         except BaseException:
             run.close()
             raise
+
+    def changes_length(self, config: RunConfig) -> bool:
+        """Whether the run is resumed with another length than it was started with."""
+        kept, now = read_file(self.path / "config.json"), config.to_dict()
+        return any(kept.get(name) != now[name] for name in LENGTHS)
+
+    def record_length(self, config: RunConfig) -> None:
+        """Write the length of the run into its settings.
+
+        Raises:
+            RunDirectoryError: If they cannot be written.
+        """
+        now = config.to_dict()
+        kept = read_file(self.path / "config.json") | {name: now[name] for name in LENGTHS}
+        with _writing(self.path):
+            _write(self.path / "config.json", kept)
 
     def _roll_back(self, which: str) -> tuple[dict[str, Tensor], Any] | None:
         """Load the checkpoint and truncate the metrics to its step."""

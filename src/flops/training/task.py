@@ -84,6 +84,10 @@ class Task(Protocol):
     def title(self) -> str:
         """One line about model and data."""
 
+    @property
+    def guesses_class(self) -> bool:
+        """Whether the accuracy of guessing is one over the number of classes."""
+
     def engine(self) -> ForwardGradient:
         """The engine of the configured method."""
 
@@ -104,6 +108,9 @@ class Task(Protocol):
 
         None for texts.
         """
+
+    def excerpts(self, rows: Tensor) -> list[str] | None:
+        """Texts of some training points, for display; None for images."""
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
         """Write the trained model, and reports of the task, into the run directory."""

@@ -80,7 +80,9 @@ class Trainer:
         first, last = self._share(len(rows))
         inputs, targets = self.task.batch(rows[first:last])
         self.optimizer.zero_grad()
-        report = self.fg.estimate(inputs, targets, index=rows[first:last])
+        every = self.config.cosine_steps
+        compared = every is not None and self.progress.step % every == 0
+        report = self.fg.estimate(inputs, targets, index=rows[first:last], exact=compared)
         self.task.limit_gradients()
         if self.config.schedule == "cosine":  # from the state only, so that runs can resume
             self._set_rate(0.5 * (1 + math.cos(math.pi * self.fraction())))
@@ -119,11 +121,19 @@ class Trainer:
             "queries": progress.queries,
             "forward_equivalents": progress.spent,
             "parts": dict(progress.parts),
+            "group_queries": {n: int(counts.sum()) for n, counts in report.counts.items()},
             "snr": dict(report.snr),
             "shaping": {
-                n: {"k": s.k, "explained_variance": s.explained_variance}
+                n: {
+                    "k": s.k,
+                    "explained_variance": s.explained_variance,
+                    "reliability": s.reliability,
+                    "explore": s.explore,
+                    "withheld": s.withheld,
+                }
                 for n, s in report.shaping.items()
             },
+            **({"cosine": dict(report.cosine)} if report.cosine else {}),
             "seconds": progress.seconds,
         }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flops.report.curves import read_metrics
+from flops.report.names import method_name
 from flops.report.plots import matplotlib_figures
 from flops.storage.files import replacing
 
@@ -84,19 +85,23 @@ def plot_aligned(runs: Mapping[str, Sequence[AlignedRun]], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = matplotlib_figures().Figure(figsize=(9, 3.4), layout="constrained")
+    figure = matplotlib_figures().Figure(figsize=(8.4, 4), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     for number, (name, seeds) in enumerate(runs.items()):
         for seed, run in enumerate(seeds):
             style: dict[str, Any] = {"color": f"C{number}", "linewidth": 1.2, "alpha": 0.8}
-            by_step.plot(run.steps, run.losses, label=name if seed == 0 else None, **style)
+            label = method_name(name) if seed == 0 else None
+            by_step.plot(run.steps, run.losses, label=label, **style)
             by_time.plot(run.seconds[1:], run.losses[1:], **style)
     by_step.set_ylabel("validation loss per caption token")
     by_step.set_xlabel("step")
     by_time.set_xlabel("training time, s")
     by_time.set_xscale("log")
-    by_step.legend()
+    by_step.set_title("By step", fontsize=11)
+    by_time.set_title("By time", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     for axis in (by_step, by_time):
         axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
     with replacing(path, durable=False) as scratch:
-        figure.savefig(scratch, dpi=110)
+        figure.savefig(scratch, dpi=150)

@@ -135,6 +135,11 @@ class Alignment:
             f"{trainable:,} parameters, on {data.name} ({len(data.train):,} pairs{control})"
         )
 
+    @property
+    def guesses_class(self) -> bool:
+        """Whether the accuracy of guessing is one over the number of classes."""
+        return False
+
     def engine(self) -> ForwardGradient:
         """The adapter as one group; likelihood ratio perturbs its output."""
         config, method = self.config, self.config.recipe()
@@ -236,6 +241,9 @@ class Alignment:
         """Images of some training points, for display."""
         pairs = self.data.train.pairs
         return self.format.restore(pairs.pictures.batch(pairs.rows[rows])[0])
+
+    def excerpts(self, rows: Tensor) -> None:
+        """Images are shown instead."""
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
         """Write the adapter and the report."""

@@ -53,6 +53,11 @@ class Classification:
             f"({len(data.train):,} images, {len(data.classes)} classes)"
         )
 
+    @property
+    def guesses_class(self) -> bool:
+        """Whether the accuracy of guessing is one over the number of classes."""
+        return True
+
     def engine(self) -> ForwardGradient:
         """The engine of the configured method."""
         config = self.config
@@ -82,6 +87,9 @@ class Classification:
     def pixels(self, rows: Tensor) -> Tensor:
         """Images of some training points, for display."""
         return self.format.restore(self.data.train.batch(rows)[0])
+
+    def excerpts(self, rows: Tensor) -> None:
+        """Images are shown instead."""
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
         """Write model/ in the format of `transformers`, with class names and preprocessing."""

@@ -68,6 +68,8 @@ class Text:
         FlopsError: If model or data are missing or do not fit together.
     """
 
+    loss_fn: Any  # one loss per text
+
     def __init__(self, config: TextConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         try:
@@ -93,7 +95,7 @@ class Text:
             self.template = template
             self._prompts = Prompts(language, template, config.max_tokens)
             self.data = self._tokens(self.texts)
-            self.loss_fn: Any = head_loss
+            self.loss_fn = head_loss
             if self.objective == "completion":
                 splits = (self.data.train, self.data.validation, self.data.test)
                 longest = max(n for split in splits for n in split.completions)
@@ -136,6 +138,11 @@ class Text:
             f"{config.model} ({trainable:,} parameters{what}) on {data.name} ({count}) by "
             f"{self.objective}"
         )
+
+    @property
+    def guesses_class(self) -> bool:
+        """Whether the accuracy of guessing is one over the number of classes."""
+        return self.objective != "completion"
 
     def engine(self) -> ForwardGradient:
         """The engine of the configured method."""
@@ -228,6 +235,17 @@ class Text:
 
     def pixels(self, rows: Tensor) -> None:
         """Texts have no images."""
+
+    def excerpts(self, rows: Tensor) -> list[str]:
+        """Texts of some training points, and their completions if there are any."""
+        split = self.texts.train
+        found = [split.texts[i] for i in rows.tolist()]
+        ends = (
+            [split.completions[i] for i in rows.tolist()]
+            if split.completions
+            else [""] * len(found)
+        )
+        return [f"{text} {end}".strip() for text, end in zip(found, ends, strict=True)]
 
     def save(self, folder: Path, evaluations: list[Evaluation]) -> None:
         """Write model/, with its tokenizer: a PEFT adapter, or a model of `transformers`."""

@@ -47,7 +47,7 @@ def run_campaign(problem: Problem[W], config: CampaignConfig, console: Console) 
     atomic_write(config.output / "table.md", "\n".join([*written, *(f"{s}\n" for s in said)]))
     for sheet in sheets:
         if sheet is not None:
-            console.print(sheet.table())
+            sheet.print(console)
     for sentence in said:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     try:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from flops.optional import require
 from flops.report.intervals import paired
+from flops.report.names import method_name
+from flops.report.plots import matplotlib_figures, matplotlib_module
 from flops.report.table import Sheet
 from flops.storage.files import replacing
 from flops.tasks.tuning.names import FIXED
 
 Result = Mapping[str, Any]
+COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:cyan")
 HEADS = {"accuracy": "accuracy, %", "loss": "loss"}
 
 
@@ -129,11 +132,10 @@ def differences(problem: Reported, results: Sequence[Result]) -> Sheet | None:
 
 
 def plot(problem: Reported, folder: Path, results: Sequence[Result]) -> Path:
-    """Plot the validation metric of the reported runs by queries."""
+    """Plot the validation metric of the reported runs by queries: every seed, and their mean."""
     metric = f"validation_{problem.metric}"
-    matplotlib = require("matplotlib", "plots")
-    matplotlib.use("Agg")
-    figure = require("matplotlib.figure", "plots").Figure(figsize=(7, 4.5), layout="constrained")
+    ticker = matplotlib_module("ticker")
+    figure = matplotlib_figures().Figure(figsize=(6.4, 4.8), layout="constrained")
     axes = figure.subplots()
     runs: dict[str, list[list[dict[str, float]]]] = {}
     for r in results:
@@ -142,22 +144,33 @@ def plot(problem: Reported, folder: Path, results: Sequence[Result]) -> Path:
             written = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             runs.setdefault(r["method"], []).append([json.loads(line) for line in written])
     for number, (method, found) in enumerate(runs.items()):
-        for lines in found:
+        ahead = method in ("shaped-lr", "bp")
+        colour = {"shaped-lr": "tab:red", "bp": "black"}.get(method, COLOURS[number % len(COLOURS)])
+        style = {"color": colour, "zorder": 3 if ahead else 2}
+        for lines in found if len(found) > 1 else ():
             values = [line[metric] for line in lines]
-            axes.plot([x["asked"] for x in lines], values, color=f"C{number}", alpha=0.2)
+            axes.plot([x["asked"] for x in lines], values, alpha=0.25, linewidth=0.8, **style)
         epochs = list(zip(*found, strict=False))  # epochs that all runs completed
         means = [statistics.fmean(x[metric] for x in lines) for lines in epochs]
         asked = [lines[0]["asked"] for lines in epochs]
-        axes.plot(asked, means, color=f"C{number}", linewidth=2, label=method)
+        width = 2.4 if ahead else 1.8
+        axes.plot(asked, means, linewidth=width, label=method_name(method), **style)
+    dashes = iter((":", "--", "-."))
     for r in results:
         if r["method"] in FIXED:
-            axes.axhline(r[metric], color="grey", linestyle=":", label=r["method"])
-    axes.set_xlabel("queries")
-    axes.set_ylabel(f"validation {HEADS[problem.metric]}")
+            name = method_name(r["method"])
+            axes.axhline(r[metric], color="grey", linestyle=next(dashes, ":"), label=name)
+    axes.set_xlabel("queries asked", fontsize=11)
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    axes.set_ylabel(f"validation {HEADS[problem.metric]}", fontsize=11)
+    axes.tick_params(labelsize=10)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
     shown = [y for line in axes.lines for y in line.get_ydata()]
     if problem.metric == "loss" and 0 < 10 * min(shown) < max(shown):
         axes.set_yscale("log")
-    axes.legend(frameon=False)
+    figure.suptitle("\n".join(textwrap.wrap(problem.title, 62)), fontsize=12)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=10, frameon=False)
     path = folder / "validation.png"
     with replacing(path, durable=False) as scratch:
         figure.savefig(scratch, dpi=150)
