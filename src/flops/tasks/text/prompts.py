@@ -124,7 +124,10 @@ def label_tokens(
         tokens = tokens or language.tokens(words[name])
         first = tokens[0] if tokens else language.tokenizer.unk_token_id
         if first is None or first == language.tokenizer.unk_token_id:
-            raise ValueError(f"the tokenizer does not know the label word {words[name]!r}")
+            raise ValueError(
+                f"the tokenizer does not know the label word {words[name]!r}: give another with "
+                "`words`, or another model (the bundled one knows its own texts only)"
+            )
         if first in found:
             raise ValueError(
                 f"the label words {found[first]!r} and {words[name]!r} begin with the same token: "
