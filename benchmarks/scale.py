@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.real_models import MODELS, Problem, missing
+from benchmarks.scaling import settle
 from flops import ForwardGradient
 from flops.engine.collectives import Collectives
 from flops.engine.fingerprint import Fingerprint
@@ -89,10 +90,8 @@ def measure(
         seconds.append(fg.estimate(inputs, targets).seconds)
         messages.append(ranks.messages - before[0])
         sent.append(ranks.sent - before[1])
-        if step == 0:  # measured in the first eight steps alone
-            for memory in fg.memory.values():
-                if "jacobian_energy" in memory:
-                    memory["jacobian_energy"] = (8 * memory["jacobian_energy"][0], 8)
+        if step == 0:
+            settle(fg)
     return Measured(
         statistics.median(seconds[WARM:]),
         statistics.median(messages[WARM:]),

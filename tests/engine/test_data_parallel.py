@@ -104,7 +104,10 @@ def test_a_mesh_of_data_and_query_ranks_is_one_process(tmp_path: Path) -> None:
                 assert mine[2]["queries"] == pytest.approx(theirs[2]["queries"])
 
 
-@pytest.mark.parametrize("name", [*CASES, *OWN_COUNTS, "no index"])
+LENGTHS = ("shaped, other lengths", "automatic, other lengths")
+
+
+@pytest.mark.parametrize("name", [*CASES, *OWN_COUNTS, *LENGTHS, "no index"])
 @pytest.mark.bits
 def test_all_processes_have_the_same_bits(name: str, found: list[dict[str, Any]]) -> None:
     first, second = (one[name] for one in found)

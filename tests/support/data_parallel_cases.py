@@ -94,9 +94,23 @@ def part(step: int, size: int, rank: int | None) -> tuple[Tensor, Tensor, Tensor
 
 
 def train(
-    name: str, rank: int | None = None, indexed: bool = True, ranks: Any = None, size: int = 6
+    name: str,
+    rank: int | None = None,
+    indexed: bool = True,
+    ranks: Any = None,
+    size: int = 6,
+    longer: int = 0,
 ) -> dict[str, Any]:
-    """Some steps; what they found, and the parameters at the end."""
+    """Some steps; what they found, and the parameters at the end.
+
+    Args:
+        name: Of the case.
+        rank: Whose points; None for all.
+        indexed: Whether points have an index.
+        ranks: Ranks that train together.
+        size: Points of all.
+        longer: Words more in every text.
+    """
     torch.manual_seed(0)
     model = Words().double()
     estimator, allocator = {**CASES, **OWN_COUNTS}[name]
@@ -108,6 +122,7 @@ def train(
     found: dict[str, Any] = {"reports": []}
     for step in range(STEPS):
         words, targets, index = part(step, size, rank)
+        words = torch.cat([words, words[:, :longer]], 1)
         optimizer.zero_grad()
         report = fg.estimate(words, targets, index=index if indexed else None, exact=True)
         cost = report.forward_equivalents.parts()
@@ -173,6 +188,9 @@ def main(folder: Path) -> None:
         name: train(name, rank, ranks=Collectives.of("auto")) for name in (*CASES, *OWN_COUNTS)
     }
     found["no index"] = train("leaf", rank, indexed=False, ranks=Collectives.of("auto"))
+    for name in ("shaped", "automatic"):
+        more = train(name, rank, ranks=Collectives.of("auto"), longer=rank)
+        found[f"{name}, other lengths"] = more
     found["refusals"] = refusals()
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -153,8 +153,9 @@ class ShapedStep:
         if warm is None:
             warm = SEEING if memory.get("sees_outputs") else BLIND
         most = [needed(space, shaped) for shaped in (draws - iso, torch.zeros_like(draws))]
-        mine = torch.tensor([float(not alike), *most], dtype=torch.float64)
-        differ, *most = map(int, self._replicas.max(mine).tolist())
+        own = [float(not alike), *most, space.dimensions, -space.dimensions]
+        agreed = self._replicas.max(torch.tensor(own, dtype=torch.float64)).tolist()
+        differ, *most, longest, shortest = map(int, agreed)
         self._warm = self._steps < warm or not differ
         iso = draws if self._warm else iso
         with full_precision(space.device):
@@ -165,7 +166,8 @@ class ShapedStep:
             kept = decide("directions", {"warm": self._warm, "iso": iso, "known": parts})
             self._warm, iso = bool(kept["warm"]), kept["iso"]
             known = replace(known, **kept["known"])
-        self._mean = self._mean_jacobian()
+        # A Jacobian at noise of other sizes is another one.
+        self._mean = self._mean_jacobian() if longest == -shortest else None
         with full_precision(space.device):
             prediction = None if self._warm else self._predicted()
             self._design = Design(space, known, iso, draws, prediction)
@@ -336,7 +338,10 @@ class ShapedStep:
         """
         shaping, points = self._shaping, sums.points
         energies = (sums.prior / points).sort(descending=True).values.cumsum(0)
-        inside: list[float] = energies[: self._design.known.size].tolist()
+        count = self._design.known.size
+        if self._replicas.several:  # which have more directions where their texts are longer
+            count = int((sums.prior > 0).sum())
+        inside: list[float] = energies[: max(1, count)].tolist()
         predicted = float(sums.expected) / points
 
         def outside(queries: int) -> float:
