@@ -81,7 +81,8 @@ def _thumbnails(row: Any, extreme: Extreme) -> None:
         if place < len(extreme.counts):
             axis.imshow(*_image(extreme.images[place]))
             name = textwrap.shorten(names[place], 14, placeholder="…") or names[place][:13]
-            axis.set_title(f"{name}: {extreme.counts[place]}" if name else "", fontsize=9)
+            count = str(extreme.counts[place])
+            axis.set_title(f"{name}: {count}" if name else count, fontsize=9)
 
 
 def _texts(row: Any, extreme: Extreme) -> None:
