@@ -101,6 +101,19 @@ def default_groups(modules: Mapping[str, nn.Module]) -> list[Group]:
     ]
 
 
+def block_groups(modules: Mapping[str, nn.Module]) -> list[Group]:
+    """The default groups, with noise on the output of every module instead of at the end alone.
+
+    For models that cannot be cut into stages, such as one with ``x = x + block(x)`` in its forward.
+    """
+    return [
+        replace(group, estimator=replace(group.estimator, targets="block"))
+        if isinstance(group.estimator, LikelihoodRatio)
+        else group
+        for group in default_groups(modules)
+    ]
+
+
 def before(group: Group) -> bool:
     """Whether an automatic group has the modules before the blocks."""
     return (group.name or "").rpartition(".")[2] == "before"

@@ -10,6 +10,7 @@ import copy
 import math
 import operator
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,7 +25,7 @@ from flops.allocators.equal import Equal
 from flops.allocators.gaussian import Gaussian
 from flops.allocators.progress import best_queries
 from flops.engine.allocation import budget_of, floor_of, least_of
-from flops.engine.auto_groups import default_groups
+from flops.engine.auto_groups import block_groups, default_groups
 from flops.engine.axes import Parallel, axes
 from flops.engine.collectives import Collectives, ProcessGroup
 from flops.engine.data_parallel import DataParallel
@@ -37,8 +38,9 @@ from flops.engine.report import StepReport
 from flops.engine.rows import ForwardEquivalents, Ranks
 from flops.engine.step import Session, run_queries, write_gradients, writer_of
 from flops.engine.summary import summary
-from flops.errors import FlopsError
+from flops.errors import CoverageError, FlopsError
 from flops.estimators.exact import exact_gradients
+from flops.estimators.variance import users_frame
 from flops.passes.batch import Batch, LossFunction, positions
 from flops.passes.checks import (
     RandomState,
@@ -116,6 +118,7 @@ class ForwardGradient:
         self.seed, self.process_group = operator.index(seed), process_group
         self.chunk, self.parallel = chunk, parallel
         self.modules: Mapping[str, nn.Module] = dict(self.model.named_modules())
+        self._automatic = groups is None
         if groups is None:
             groups = default_groups(self.modules)
             allocator = Gaussian("standardised") if allocator is None else allocator
@@ -295,7 +298,7 @@ class ForwardGradient:
             state = RandomState()
             try:
                 with slow_attention_path(), no_autocast_cache():
-                    layout, probe = self._layouts.find(batch, state)
+                    layout, probe = self._find(batch, state)
                     passes = Passes(self.model, self.modules, layout.structure, batch)
                     chunk = self.chunk or layout.chunk(batch.size)
                     reads = not skip or self._reads_clean(layout)
@@ -320,6 +323,27 @@ class ForwardGradient:
                     check_deterministic(state, self.modules)
             finally:
                 state.restore()
+
+    def _find(self, batch: Batch, state: RandomState) -> tuple[Layout, float]:
+        """The batch's layout and its cost; automatic groups are no stages where they cannot be."""
+        try:
+            return self._layouts.find(batch, state)
+        except CoverageError as error:
+            if not self._automatic or self._layouts.latest is not None:
+                raise
+            groups = resolve(block_groups(self.modules), self.modules, self.model)
+            layouts = self._layouts.of(groups)
+            try:
+                found = layouts.find(batch, state)
+            except CoverageError:
+                raise error from None
+            warnings.warn(
+                "noise goes on the output of every block, which takes more queries, since the "
+                f"model cannot be cut into stages: {error}",
+                stacklevel=users_frame(),
+            )
+            self.groups, self._layouts = groups, layouts
+            return found
 
     def _clean(
         self, passes: Passes, layout: Layout, reads: bool, state: RandomState, ranks: Ranks

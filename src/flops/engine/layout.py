@@ -7,6 +7,7 @@ takes one pass of two rows, or none if only parameters are perturbed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,12 @@ class Layouts:
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._known: dict[Any, Layout] = {}
         self._kinds: dict[Any, Layout] = {}
+
+    def of(self, groups: Sequence[ResolvedGroup]) -> Layouts:
+        """Layouts of the same model with other groups."""
+        new = copy.copy(self)
+        new._groups, new._known, new._kinds = groups, {}, {}
+        return new
 
     @property
     def latest(self) -> Layout | None:

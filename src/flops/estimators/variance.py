@@ -240,6 +240,7 @@ def warn_if_rounding(
 def users_frame() -> int:
     """``stacklevel`` of the user's code, for warnings."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flops."):
+    ours = ("flops.", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
         level, frame = level + 1, frame.f_back
     return level
