@@ -114,7 +114,7 @@ def test_a_run_survives_kills_at_random_moments(count: int, tmp_path: Path) -> N
                 )
                 started.append(stack.enter_context(popen))
                 stack.callback(popen.kill)
-            source, deadline = random.Random(7), time.monotonic() + 400
+            source, deadline = random.Random(7), time.monotonic() + 900
             for kill in range(kills):
                 while newest(output) < 2 * kill + 2:
                     assert time.monotonic() < deadline, "no checkpoint was written"
@@ -124,7 +124,7 @@ def test_a_run_survives_kills_at_random_moments(count: int, tmp_path: Path) -> N
                 if alive:
                     os.kill(source.choice(alive), signal.SIGKILL)
                 time.sleep(3)
-            said = [popen.communicate(timeout=400)[1] for popen in started]
+            said = [popen.communicate(timeout=900)[1] for popen in started]
             assert [popen.returncode for popen in started] == [0] * count, said
     for name, wanted in weights(whole).items():
         assert torch.equal(weights(folder)[name], wanted)

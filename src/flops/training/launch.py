@@ -15,6 +15,8 @@ from flops.engine.collectives import Collectives
 from flops.engine.rows import Ranks
 from flops.engine.watch import WorkerError
 
+CONNECT = 60.0  # seconds to find the others: after a restart the first attempt may wait in vain
+
 
 def launched() -> bool:
     """Whether a launcher started this process as one of several."""
@@ -43,8 +45,11 @@ def process_group(timeout: float, device: str) -> Iterator[Ranks]:
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    first = min(timeout, CONNECT)
     try:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=first))
+        if timeout > first:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise WorkerError(f"cannot initialise the process group: {error}") from error
     ranks = Collectives.of("auto")
