@@ -76,7 +76,7 @@ SETTINGS += ["--epochs", "3", "--checkpoint-steps", "1", "--timeout", "60", "--n
 
 def agents(count: int, *command: str) -> list[list[str]]:
     """Commands of one torchrun with two processes, or of two with one each, as on two hosts."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=8"]
     if count == 1:
         return [[*launcher, "--standalone", "--nproc-per-node=2", *command]]
     shared = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=kills"]
