@@ -44,7 +44,7 @@ def repository(root: Path) -> str | None:
     if not address and (root / ".git").exists():
         asked = ["git", "remote", "get-url", "origin"]
         try:
-            address = subprocess.run(asked, cwd=root, capture_output=True, text=True).stdout.strip()
+            address = subprocess.run(asked, cwd=root, capture_output=True).stdout.decode().strip()
         except OSError:  # no git
             return None
     address = address.rstrip("/").removesuffix(".git")

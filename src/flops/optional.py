@@ -54,16 +54,15 @@ def install_command(extra: str, checkout: Path = CHECKOUT) -> str:
     if (checkout / "pyproject.toml").is_file() and (checkout / "src/flops").is_dir():
         return f'pip install -e "{checkout}[{extra}]"'
     try:
-        installed = metadata.distribution(PACKAGE)
+        kept = metadata.distribution(PACKAGE).read_text("direct_url.json")
     except metadata.PackageNotFoundError:  # not installed by pip
         return f'pip install ".[{extra}]" (in a checkout of the repository)'
-    source = _source(installed)
+    source = _source(kept)
     return f'pip install "{PACKAGE}[{extra}]{f" @ {source}" if source else ""}"'
 
 
-def _source(installed: metadata.Distribution) -> str | None:
+def _source(text: str | None) -> str | None:
     """The folder, wheel or repository that pip installed the package from; None for an index."""
-    text = installed.read_text("direct_url.json")
     if text is None:
         return None
     kept = json.loads(text)

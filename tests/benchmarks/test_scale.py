@@ -16,6 +16,7 @@ def test_a_network_takes_hops_and_bytes() -> None:
     assert row["256, 10 Gbit/s"] == pytest.approx(0.9 / (1 + found.network(256, 1.25e9)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 def test_methods_of_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "QUERIES", 8)

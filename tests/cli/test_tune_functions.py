@@ -51,6 +51,7 @@ def results(folder: Path) -> dict[str, dict]:
     return {r["method"]: r for r in json.loads((folder / "results.json").read_text())}
 
 
+@pytest.mark.slow
 def test_the_guides_commands_work(here, capsys) -> None:
     for arguments in commands():
         main(arguments)

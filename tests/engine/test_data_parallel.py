@@ -91,6 +91,7 @@ def test_what_is_learned_is_that_of_all_points(name: str, found: list[dict[str, 
     same(both, alone, 1e-3 if name == "automatic" else 1e-6)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_data_and_query_ranks_is_one_process(tmp_path: Path) -> None:
     ranks = launch(tmp_path, 4)
     for name in MESH:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import DOCS
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +25,14 @@ def run(name: str, tmp_path: Path, *options: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_numpy_inside(tmp_path: Path) -> None:
     said = run("numpy_inside", tmp_path, "--epochs", "1")
     forward, backward = map(float, re.findall(r"accuracy ([\d.]+) %", said))
     assert forward > backward + 20
 
 
+@pytest.mark.slow
 def test_where_queries_go(tmp_path: Path) -> None:
     said = run("where_queries_go", tmp_path, "--steps", "40")
     total, points, share = re.findall(r"^(\d+) queries for (\d+) points.* (\d+)%", said)[0]

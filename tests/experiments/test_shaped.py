@@ -56,6 +56,7 @@ def test_the_first_step_above_a_cosine_is_followed_by_another() -> None:
     assert steps_above(result, 0, 0.95) is None
 
 
+@pytest.mark.slow
 def test_costs_and_defaults_are_ratios_to_backpropagation(tmp_path: Path) -> None:
     study = Shaped(seeds=1, workers=0, most=1, output=tmp_path).study()
     shaped.main(("cost", "defaults"), study)
@@ -126,6 +127,7 @@ def test_the_command_asks_for_what_its_options_say(tmp_path: Path) -> None:
         main(["study", "shaped", "--output", str(tmp_path), "--seeds", "0"])
 
 
+@pytest.mark.slow
 def test_a_language_model_on_texts(tmp_path: Path) -> None:
     small: dict[str, Any] = {"model": "bundled", "data": "garments", "queries": 6, "every": 2}
     rows: dict[str, tuple[int, MethodName]] = {

@@ -68,6 +68,7 @@ def gone(process: int) -> bool:
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
+@pytest.mark.slow
 def test_the_tuner_is_killed(server, unbroken, tmp_path) -> None:
     chance, before = random.Random(1), charged(server.ledger)
     arguments = command(tmp_path, "--url", server.url)

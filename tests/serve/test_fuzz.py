@@ -182,6 +182,7 @@ def everything(server: Server, count: int) -> None:
     print(f"{sent} requests, {grown:.0f} MB more than before")
 
 
+@pytest.mark.slow
 def test_a_few_hundred_requests(server) -> None:
     everything(server, 320)
 

@@ -51,6 +51,7 @@ def test_concurrent_repeats_are_computed_once(server) -> None:
         assert after["queries"] - before["queries"] == 64
 
 
+@pytest.mark.slow
 def test_answers_points_and_totals_survive_a_kill(tmp_path) -> None:
     with Server(tmp_path) as server:
         with server.client(attempts=3) as client:

@@ -61,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("parallel", ["data", "query"])
+@pytest.mark.parametrize("parallel", ["data", pytest.param("query", marks=pytest.mark.slow)])
 def test_torchrun_trains_what_one_process_trains(
     parallel: str, alone: Path, tmp_path: Path
 ) -> None:

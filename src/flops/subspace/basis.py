@@ -194,7 +194,8 @@ class Change:
 
     def matrix(self) -> Tensor:
         """Its matrix."""
-        return self.times(torch.eye(self.plus.size(1)).to(self.plus))
+        plus = self.plus
+        return self.times(torch.eye(plus.size(1), dtype=plus.dtype, device=plus.device))
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,9 @@ def joint_changes(changes: Sequence[Change], replicas: Replicas) -> Sequence[Cha
     if not replicas.several:
         return changes
     short = [c for c in changes if c.plus.size(1) <= DENSE]
-    places = [torch.triu_indices(c.plus.size(1), c.plus.size(1)) for c in short]
+    places = [
+        torch.triu_indices(c.plus.size(1), c.plus.size(1), device=c.plus.device) for c in short
+    ]
     halves = [c.matrix()[a, b] for c, (a, b) in zip(short, places, strict=True)]
     sums = iter(zip(places, replicas.sum(halves), strict=True))
     found = []

@@ -138,7 +138,7 @@ class _Directions:
         """Sums over all points."""
         measured = measurements.measured
         c, live = features.c * measured.unsqueeze(2), int((measurements.iso > 0).sum())
-        mine = [measured.sum(0).to(c), c.sum(0), c.square().sum(0), c.new_tensor([live])]
+        mine = [measured.sum(0).to(c), c.sum(0), c.square().sum(0), c.new_ones(1) * live]
         often, sums, squares, points = replicas.sum(mine)
         return cls(often, sums, squares, int(points), _counted(predicted, replicas))
 
