@@ -145,6 +145,6 @@ def test_ctrl_c_ends_at_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     ran.send_signal(signal.SIGINT)
     _, said = ran.communicate(timeout=300)
     assert ran.returncode == 1
-    assert said.splitlines()[0] == (  # a worker that is just starting may complain
+    assert said.strip() == (
         f"stopped; finished runs are saved. Continue with: flops {command} --budget 1 --output out"
     )

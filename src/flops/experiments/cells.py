@@ -28,6 +28,7 @@ from rich.console import Console
 from flops.errors import FlopsError
 from flops.experiments.cell_progress import CellProgress, Describe, method_of, warn_grouped
 from flops.optional import MissingPackageError
+from flops.passes.interrupts import DeferSignals
 from flops.storage.disk import DiskError, reason
 from flops.storage.files import atomic_write, safe_name
 from flops.storage.plain import parse_object
@@ -252,7 +253,8 @@ def _finished(
         max_tasks_per_child=1 if fresh else None,
     )
     try:
-        futures = {pool.submit(_attempt, cell, folder): cell for cell in cells}
+        with DeferSignals():  # a worker that is starting must get all it reads
+            futures = {pool.submit(_attempt, cell, folder): cell for cell in cells}
         for future in as_completed(futures):
             failed = future.exception()  # the worker process died
             yield futures[future], Outcome(failed) if failed is not None else future.result()
