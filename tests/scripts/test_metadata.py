@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import tomllib
@@ -14,18 +13,14 @@ import pytest
 
 from flops.version import __version__
 from tests.support.pages import ROOT
+from tests.support.scripts import load_script
 
 ADDRESS = "https://host.example/owner/flops"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("metadata_hook", ROOT / "scripts/metadata.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("metadata")
 
 
 def described(script: ModuleType) -> dict[str, Any]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from mkdocs.exceptions import PluginError
 
-from tests.support.pages import DOCS, ROOT, links
+from tests.support.pages import DOCS, links
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts/site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("site")
 
 
 @pytest.mark.parametrize(
