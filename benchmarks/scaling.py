@@ -70,8 +70,9 @@ def run(repeats: int = REPEATS) -> dict[str, Any]:
     """Ratios of rows per second, the median over the repeats."""
     one: dict[str, list[float]] = {name: [] for name in CASES}
     two: dict[str, dict[str, list[float]]] = {n: {w: [] for w in WAYS} for n in CASES}
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for processes in (1, 2):
+            sys.stderr.write(f"scaling: repeat {repeat + 1} of {repeats}, processes: {processes}\n")
             for name, rates in launch(processes).items():
                 if processes == 1:
                     one[name].append(rates["unrelated"])
