@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from flops.engine.collectives import shares
 from flops.engine.fingerprint import digest
 from tests.support.launching import torchrun
 from tests.support.parallel_cases import CASES, STEPS, train
@@ -141,17 +139,3 @@ def test_likelihood_ratio_sends_a_gradient_and_scalars(found: list[dict[str, Any
         parameters, rows = len(found[0][name]["parameters"]), 3 * 36
         least, most = 8 * 0.2 * parameters, 8 * (parameters + 3 * rows)
         assert least < found[0][name]["sent"] < most + 8 * parameters  # energies: first 8 steps
-
-
-def test_rows_are_shared_out_by_cost() -> None:
-    assert shares([1.0], 10, 2) == [0, 5, 10]
-    assert shares([1.0, 1.0, 1.0, 1.0], 4, 4) == [0, 4, 8, 12, 16]
-    assert shares([3.0, 1.0], 4, 2) == [0, 3, 8]  # 8 of 16 each, to the next row
-    assert shares([1.0], 2, 4) == [0, 0, 1, 2, 2]
-    costs, size, ranks = [0.0, 1.0, 0.5, 2 / 3], 30, 7
-    bounds = shares(costs, size, ranks)
-    assert len(bounds) == ranks + 1
-    work = [sum(costs[r // size] for r in range(a, b)) for a, b in pairwise(bounds)]
-    assert max(work) <= sum(costs) * size / ranks + 1
-    assert (bounds[0], bounds[-1]) == (0, size * len(costs))
-    assert bounds == sorted(bounds)

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flops.engine.rows import Ranks, own_chunks, plan_rows, spans
+from flops.engine.rows import own_chunks, plan_rows, shares, spans
 from flops.estimators.base import PointPlan
+from flops.passes.ranks import Ranks
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -71,3 +72,17 @@ def test_spans_are_few_and_never_of_one_row(count: int, size: int) -> None:
 def test_no_rows_no_chunks() -> None:
     none = PointPlan(torch.zeros(3, dtype=torch.long), 1)
     assert list(own_chunks(none, 3, 8, Ranks())) == []
+
+
+def test_rows_are_shared_out_by_cost() -> None:
+    assert shares([1.0], 10, 2) == [0, 5, 10]
+    assert shares([1.0, 1.0, 1.0, 1.0], 4, 4) == [0, 4, 8, 12, 16]
+    assert shares([3.0, 1.0], 4, 2) == [0, 3, 8]  # 8 of 16 each, to the next row
+    assert shares([1.0], 2, 4) == [0, 0, 1, 2, 2]
+    costs, size, ranks = [0.0, 1.0, 0.5, 2 / 3], 30, 7
+    bounds = shares(costs, size, ranks)
+    assert len(bounds) == ranks + 1
+    work = [sum(costs[r // size] for r in range(a, b)) for a, b in pairwise(bounds)]
+    assert max(work) <= sum(costs) * size / ranks + 1
+    assert (bounds[0], bounds[-1]) == (0, size * len(costs))
+    assert bounds == sorted(bounds)

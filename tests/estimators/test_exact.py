@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flops import Exact, ForwardGradient, Group
-from flops.engine.rows import Ranks
 from flops.passes.local_vjp import Gradients
+from flops.passes.ranks import Ranks
 from tests.conftest import exact, gradients, squared
 
 

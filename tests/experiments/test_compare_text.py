@@ -12,13 +12,13 @@ from rich.console import Console
 
 from flops.cli.compare import TEXT_METHODS, TEXT_PRESETS, CompareText
 from flops.cli.main import main
-from flops.engine.rows import Ranks
 from flops.errors import FlopsError
 from flops.experiments.compare import cost_of_length
 from flops.experiments.compare_methods import Variant, variant
 from flops.experiments.compare_runs import MethodComparison, TextComparisonRun, measure
 from flops.experiments.compare_sweep import Tried, sweep
 from flops.experiments.compare_tables import compared_pairs, differences, sentence, table
+from flops.passes.ranks import Ranks
 from flops.report.names import METHOD_NAMES
 from flops.tasks.text import Text, TextConfig
 from flops.training.methods import METHODS

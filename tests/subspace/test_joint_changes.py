@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 from flops.subspace.basis import DENSE, Change, Factor, joint_changes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 from flops.subspace import mean_jacobian
 from flops.subspace.design import Design
 from flops.subspace.mean_jacobian import MeanJacobian

@@ -30,13 +30,14 @@ from flops.engine.group_step import GroupStep
 from flops.engine.groups import check_allocators
 from flops.engine.query_loop import QueryLoop
 from flops.engine.report import StepReport
-from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, Ranks
+from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
 from flops.estimators.base import Estimator, Queries, RowResults
 from flops.estimators.likelihood_ratio import default_sigma
 from flops.estimators.parameter_noise import ParameterNoise
 from flops.estimators.variance import ENERGY_STEPS
+from flops.passes.ranks import Ranks
 
 SCHEMA = 3  # also counts streams of noise: that of earlier queries is made again
 AT_ONCE = 1 << 25  # noise values per round, 128 MB

@@ -13,7 +13,7 @@ from flops.engine.groups import ResolvedGroup
 from flops.errors import QueryError
 from flops.estimators.base import Estimate
 from flops.estimators.variance import traces_of
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 
 
 def budget_of(group: ResolvedGroup, size: int, queries: float | None = None) -> int:

@@ -1,8 +1,9 @@
-"""Collectives: the ranks of a `torch.distributed` process group share the rows of a step.
+"""Collectives: the ranks of a `torch.distributed` process group take a step together.
 
-Every rank has the whole model and the whole batch, and makes the same plan from the seed. Each runs
-its share of the rows; results are exchanged, and every rank ends with the same gradients. Rows are
-distributed in the order of the plan, so that a rank has whole points, except at both ends.
+Along the axis "query" they share the rows of a step (`Collectives`): every rank has the whole model
+and the whole batch, makes the same plan from the seed, and runs its share of the rows; results are
+exchanged. Rows are distributed in the order of the plan, so that a rank has whole points, except at
+both ends.
 
 | estimator | communicated for a group |
 |---|---|
@@ -13,29 +14,43 @@ distributed in the order of the plan, so that a rank has whole points, except at
 | likelihood ratio | a directional derivative for each draw, and the gradients or the deltas |
 | backpropagation | gradients |
 
-A sum is bitwise equal on all ranks; it differs from that of a single process by rounding.
+Along the axis "data" every rank has its own points, and all learn from the points of all
+(`DataParallel`). Clean passes, queries, fits and local VJPs are each rank's own. A rank's gradient
+is the mean over its points and counts by their number, so batches may have different sizes.
+
+| | communicated in a step |
+|---|---|
+| shared draws (MeZO, FZOO, LOZO, JVP), DeepZero | the sum of the losses under each draw |
+| likelihood ratio, ES, SPSA, backpropagation | gradients |
+| shaped noise | and second moments of every site, sums of its regression, some rows of noise |
+| allocators that learn | losses and traces of the points, their embeddings for a kernel |
+
+A `DeviceMesh` of data x query ranks has both (`Axes`). Every rank ends with the same gradients: a
+sum is bitwise equal on all ranks; it differs from that of a single process by rounding.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from flops.engine.data_parallel import DataParallel
 from flops.engine.fingerprint import Fingerprint, differences
-from flops.engine.rows import Ranks
+from flops.engine.rows import shares
 from flops.engine.watch import Watch, WorkerError, watch_of
 from flops.passes.local_vjp import Gradients
+from flops.passes.ranks import Ranks, Replicas
 
 ProcessGroup = Any  # torch's type is missing if torch was built without it
+Parallel = Literal["data", "query"]
+AXES = ("data", "query")
 BUCKET = 1 << 22  # values per message: gradients are never copied as a whole
 
 
@@ -249,23 +264,82 @@ class Collectives(Ranks):
             ) from error
 
 
-def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
-    """Bounds that distribute rows, ``size`` of each cost in turn, at nearly equal cost.
+class DataParallel(Replicas):
+    """The replicas of a process group.
 
-    Returns:
-        ``ranks + 1`` numbers from 0 to the number of rows; rank r has rows bounds[r] to
-        bounds[r + 1] - 1.
+    Args:
+        ranks: Collectives of the replicas.
+        sizes: Points of each.
     """
-    most = max(costs, default=1.0)
-    ends = list(accumulate(max(c, 1e-3 * most) * size for c in costs))  # a row is never free
-    bounds = [0]
-    for rank in range(1, ranks):
-        wanted = ends[-1] * rank / ranks
-        at = bisect_left(ends, wanted)
-        before = ends[at - 1] if at else 0.0
-        row = at * size + round(size * (wanted - before) / (ends[at] - before))
-        bounds.append(max(bounds[-1], row))
-    return [*bounds, size * len(costs)]
+
+    def __init__(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        self._ranks, self.rank, self.sizes = ranks, ranks.rank, tuple(sizes)
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sums over the replicas, one message for each type of the tensors."""
+        found = list(tensors)
+        kinds = dict.fromkeys((t.dtype, t.device) for t in found)
+        for kind in kinds:
+            at = [i for i, t in enumerate(found) if (t.dtype, t.device) == kind]
+            flat = torch.cat([found[i].reshape(-1) for i in at])
+            parts = self._ranks.all_sum(flat).split([found[i].numel() for i in at])
+            for i, part in zip(at, parts, strict=True):
+                found[i] = part.view(found[i].shape)
+        return found
+
+    def gather(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Rows of all replicas."""
+        width = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
+        first, total = sum(sizes[: self.rank]), sum(sizes)
+        found = self._ranks.all_gather(rows.reshape(-1), first * width, total * width)
+        return found.to(rows.device).view(total, *rows.shape[1:])
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Elementwise maximum over the replicas."""
+        return self._ranks.all_max(tensor)
+
+    def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
+        """Sums of the replicas' gradients."""
+        return self._ranks.sum_gradients(found, parameters)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Ranks that share queries with this one, and ranks with other points."""
+
+    query: Ranks
+    data: Ranks
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all of them why this one does not go on."""
+        both = self.query.size > 1 and self.data.size > 1
+        for ranks in (self.query, self.data):
+            ranks.fail(error, both)
+
+
+def axes(group: ProcessGroup | Ranks | Literal["auto"] | None, parallel: Parallel) -> Axes:
+    """Which ranks share queries with this one, and which have other points.
+
+    Args:
+        group: A process group, or a mesh with the dimensions "data" and "query", or one of them.
+        parallel: What the ranks of a process group share; of no use for a mesh.
+
+    Raises:
+        ValueError: If the dimensions of a mesh have other names.
+    """
+    if parallel not in AXES:
+        raise ValueError(f"parallel must be 'data' or 'query', not {parallel!r}")
+    if isinstance(group, Ranks) or not dist.is_available() or not isinstance(group, DeviceMesh):
+        found = Collectives.of(group)
+        return Axes(found, Ranks()) if parallel == "query" else Axes(Ranks(), found)
+    names = group.mesh_dim_names or ()
+    if not names or set(names) - set(AXES):
+        raise ValueError(
+            "the dimensions of a mesh must be named 'data' and 'query', not "
+            f"{list(names)}: init_device_mesh('cpu', (4, 2), mesh_dim_names=('data', 'query'))"
+        )
+    of = {name: Collectives.of(group.get_group(name)) for name in names}
+    return Axes(of.get("query", Ranks()), of.get("data", Ranks()))
 
 
 def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -26,16 +26,14 @@ from flops.allocators.gaussian import Gaussian
 from flops.allocators.progress import best_queries
 from flops.engine.allocation import budget_of, floor_of, least_of
 from flops.engine.auto_groups import block_groups, default_groups
-from flops.engine.axes import Parallel, axes
-from flops.engine.collectives import Collectives, ProcessGroup
-from flops.engine.data_parallel import DataParallel
+from flops.engine.collectives import Collectives, DataParallel, Parallel, ProcessGroup, axes
 from flops.engine.fingerprint import batch_digest, fingerprint
 from flops.engine.gradients import Update
 from flops.engine.group_step import GroupStep
 from flops.engine.groups import Group, ResolvedGroup, check_allocators, resolve
 from flops.engine.layout import Layout, Layouts
 from flops.engine.report import StepReport
-from flops.engine.rows import ForwardEquivalents, Ranks
+from flops.engine.rows import ForwardEquivalents
 from flops.engine.step import Session, run_queries, write_gradients, writer_of
 from flops.engine.summary import summary
 from flops.errors import CoverageError, FlopsError
@@ -55,8 +53,8 @@ from flops.passes.intercept import Claim
 from flops.passes.interrupts import Atomic, DeferSignals
 from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import LossView, joint_view, loss_view
+from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes
-from flops.passes.replicas import Replicas
 
 SCHEMA = 2
 PATIENCE = 16  # unreliable steps until a group rests

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flops.engine.group_step import GroupStep
-from flops.engine.rows import Ranks, gathered, own_chunks
+from flops.engine.rows import gathered, own_chunks
 from flops.estimators.base import Perturbation, Plan, RowResults, Rows
 from flops.passes.checks import check_finite
+from flops.passes.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ every rank makes the same plan and runs its share of it (`flops.engine.collectiv
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,68 +30,9 @@ from flops.estimators.base import (
 )
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients, LocalTarget, local_vjps
+from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes, Record
-from flops.passes.replicas import Replicas
 from flops.perturb.activations import Sites
-
-
-class Ranks:
-    """The ranks that share the rows of a step; this base class is a single process.
-
-    Attributes:
-        rank: Rank of this process.
-        size: World size.
-        sent: Total size in bytes of this rank's messages.
-        messages: Number of this rank's messages.
-    """
-
-    rank: int = 0
-    size: int = 1
-    sent: int = 0
-    messages: int = 0
-
-    def shard(self, count: int, unit: int = 1) -> tuple[int, int]:
-        """First and last + 1 of this rank's rows, in whole units."""
-        return 0, count
-
-    def bounds(self, costs: Sequence[float], size: int) -> list[int]:
-        """Bounds of the ranks' shares of rows, ``size`` of each cost in turn."""
-        return [0, size * len(costs)]
-
-    def all_gather(self, mine: Tensor, begin: int, total: int) -> Tensor:
-        """Concatenated values of all ranks, on the CPU; this rank's start at ``begin``."""
-        return mine
-
-    def sum_scalars(self, values: Sequence[float]) -> list[float]:
-        """Sums over the ranks."""
-        return list(values)
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        return flag
-
-    def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum of the ranks' tensors."""
-        return tensor
-
-    def all_max(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over the ranks."""
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, so that rounding cannot change the plan."""
-        return tensor
-
-    def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
-        """Sums of the ranks' gradients, some of which may be missing."""
-        return found
-
-    def fail(self, error: BaseException, always: bool = False) -> None:
-        """Tell the other ranks why this one does not go on."""
-
-    def fitters(self, points: int) -> Replicas | None:
-        """These ranks as replicas, each with its share of the points of one batch."""
-        return None
 
 
 def plan_rows(counts: Tensor, unit: int) -> Rows:
@@ -179,6 +121,25 @@ def _bounds(plan: BatchPlan, size: int, ranks: Ranks) -> tuple[int, int]:
     """First and last + 1 of this rank's rows of a `BatchPlan`."""
     bounds = ranks.bounds([1 - prefix.share for prefix in plan.prefixes], size)
     return bounds[ranks.rank], bounds[ranks.rank + 1]
+
+
+def shares(costs: Sequence[float], size: int, ranks: int) -> list[int]:
+    """Bounds that distribute rows, ``size`` of each cost in turn, at nearly equal cost.
+
+    Returns:
+        ``ranks + 1`` numbers from 0 to the number of rows; rank r has rows bounds[r] to
+        bounds[r + 1] - 1.
+    """
+    most = max(costs, default=1.0)
+    ends = list(accumulate(max(c, 1e-3 * most) * size for c in costs))  # a row is never free
+    bounds = [0]
+    for rank in range(1, ranks):
+        wanted = ends[-1] * rank / ranks
+        at = bisect_left(ends, wanted)
+        before = ends[at - 1] if at else 0.0
+        row = at * size + round(size * (wanted - before) / (ends[at] - before))
+        bounds.append(max(bounds[-1], row))
+    return [*bounds, size * len(costs)]
 
 
 def spans(count: int, size: int, unit: int = 1) -> list[tuple[int, int]]:

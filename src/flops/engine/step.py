@@ -18,12 +18,12 @@ from flops.engine.gradients import Update, Writer
 from flops.engine.group_step import GroupStep
 from flops.engine.layout import Layout
 from flops.engine.query_loop import QueryLoop, Run, run_query
-from flops.engine.rows import Cost, LocalRunner, Ranks
+from flops.engine.rows import Cost, LocalRunner
 from flops.estimators.base import Queries
 from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import LossView
+from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes
-from flops.passes.replicas import Replicas
 
 
 @dataclass

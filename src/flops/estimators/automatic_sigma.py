@@ -45,8 +45,8 @@ from flops.estimators.base import (
     Sink,
 )
 from flops.estimators.shaped_activations import ActivationNoise
+from flops.passes.ranks import Replicas
 from flops.passes.replay import Edit
-from flops.passes.replicas import Replicas
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import signed
 from flops.perturb.random import NoiseStream

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from flops.passes.intercept import Action
 from flops.passes.local_vjp import Gradients, LocalTarget
 from flops.passes.loss_view import LossView
+from flops.passes.ranks import Replicas
 from flops.passes.replay import Edit, Passes, Prefix
-from flops.passes.replicas import Replicas
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws
@@ -245,7 +245,7 @@ class Estimation(ABC):
     Attributes:
         partial: Whether `write` adds this rank's part of a sum over the ranks that share its rows.
         joint: Whether `write` adds the gradient of all replicas' points, from sums over them
-            (`flops.passes.replicas`); else it is that of this replica's, and the engine sums them.
+            (`flops.passes.ranks`); else it is that of this replica's, and the engine sums them.
         dtype: Type of the values that `tell` returns.
         width: Values that `tell` returns for each draw or row; their shape is (draws, width) if
             that is more than one.

@@ -29,7 +29,7 @@ from flops.estimators.base import (
 )
 from flops.estimators.variance import jacobian_energy, warn_if_rounding
 from flops.passes.loss_view import LossView
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 from flops.perturb.activations import Sites
 from flops.perturb.noise_tables import signed
 from flops.perturb.random import Kind

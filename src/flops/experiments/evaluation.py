@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flops.engine.rows import Ranks
 from flops.errors import FlopsError
+from flops.passes.ranks import Ranks
 from flops.report.counts import read_counts
 from flops.tasks.alignment import AlignConfig
 from flops.tasks.classification.config import FinetuneConfig

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from flops.allocators.base import Allocator
 from flops.allocators.gaussian import Feature
 from flops.engine.auto_groups import automatic_groups
-from flops.engine.axes import Parallel
-from flops.engine.collectives import Collectives
+from flops.engine.collectives import Collectives, Parallel
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.report import StepReport

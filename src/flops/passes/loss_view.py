@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.passes.batch import Batch
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 
 MOST = 1 << 24  # values of all points' outputs
 EVERY = 32  # outputs that are all looked at; of more, the directions of the residuals

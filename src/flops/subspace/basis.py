@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flops.passes.ranks import Replicas
 from flops.passes.replay import Passes
-from flops.passes.replicas import Replicas
 from flops.perturb.activations import Site, Sites
 from flops.perturb.random import CPU, Kind, fill
 

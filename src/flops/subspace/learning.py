@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 from flops.subspace.basis import Change, JointChange, Moments, joint_changes
 from flops.subspace.measurements import Features, Measurements
 from flops.subspace.regression import Regression

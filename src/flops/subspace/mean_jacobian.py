@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 from flops.subspace.basis import Space
 from flops.subspace.measurements import Features, Measurements
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flops.passes.loss_view import LossView
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 from flops.subspace.basis import Moments, Space, leading
 from flops.subspace.config import Shaping
 from flops.subspace.design import Design, needed, real_directions

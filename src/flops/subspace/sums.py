@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flops.passes.replicas import Replicas
+from flops.passes.ranks import Replicas
 from flops.subspace.measurements import Measurements
 from flops.subspace.regression import Regression
 

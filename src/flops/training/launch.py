@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from flops.engine.collectives import Collectives
-from flops.engine.rows import Ranks
 from flops.engine.watch import WorkerError
+from flops.passes.ranks import Ranks
 
 CONNECT = 60.0  # seconds to find the others: after a restart the first attempt may wait in vain
 

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-from flops.engine.rows import Ranks
+from flops.passes.ranks import Ranks
 from flops.report.allocation import plot_allocation
 from flops.report.counts import write_counts
 from flops.report.curves import plot_curves

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.engine.forward_gradient import ForwardGradient
-from flops.engine.rows import Ranks
+from flops.passes.ranks import Ranks
 from flops.training.config import RunConfig
 from flops.training.progress import Evaluation
 

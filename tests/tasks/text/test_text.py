@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from flops.engine.rows import Ranks
 from flops.errors import FlopsError
+from flops.passes.ranks import Ranks
 from flops.tasks.models.language import load_language
 from flops.tasks.text import Text, TextConfig
 from flops.tasks.text.prompts import IGNORED

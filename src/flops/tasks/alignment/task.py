@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
-from flops.engine.rows import Ranks
 from flops.errors import FlopsError
 from flops.integrations.llama_cpp_context import MOST_ROWS
+from flops.passes.ranks import Ranks
 from flops.perturb.random import generator
 from flops.storage.disk import filling
 from flops.tasks.alignment.adapter import AlignmentModel, identity_loss

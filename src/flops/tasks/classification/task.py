@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flops.engine.forward_gradient import ForwardGradient
-from flops.engine.rows import Ranks
 from flops.errors import FlopsError
 from flops.optional import MissingPackageError, require
+from flops.passes.ranks import Ranks
 from flops.storage.disk import filling
 from flops.tasks.classification.config import FinetuneConfig
 from flops.tasks.classification.metrics import logits

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flops.engine.forward_gradient import ForwardGradient
-from flops.engine.rows import Ranks
 from flops.errors import FlopsError
 from flops.losses import CausalLM, LabelWords, TokenLoss
 from flops.optional import MissingPackageError
+from flops.passes.ranks import Ranks
 from flops.tasks.text.config import TEXT, Objective, TextConfig
 from flops.tasks.text.data import TextData, TextSplit, load_texts
 from flops.tasks.text.model import TextModel
