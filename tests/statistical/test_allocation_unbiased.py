@@ -18,8 +18,8 @@ from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman
 from flops.engine.gradients import Collector
 from flops.engine.group_step import GroupStep
 from flops.engine.pilot import PILOT
-from flops.engine.query_loop import QueryLoop, run_query
 from flops.engine.rows import plan_rows
+from flops.engine.step import QueryLoop, run_query
 from flops.estimators.base import Rows
 from tests.conftest import flat, gradients
 from tests.statistical.helpers import assert_mean

@@ -28,9 +28,9 @@ from flops.engine.allocation import budget_of, floor_of
 from flops.engine.gradients import Collector
 from flops.engine.group_step import GroupStep
 from flops.engine.groups import check_allocators
-from flops.engine.query_loop import QueryLoop
 from flops.engine.report import StepReport
 from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner
+from flops.engine.step import QueryLoop
 from flops.errors import FlopsError
 from flops.estimators import LikelihoodRatio
 from flops.estimators.base import Estimator, Queries, RowResults

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from flops.engine.groups import ResolvedGroup
 from flops.engine.layout import Layouts
-from flops.engine.query_loop import Query
 from flops.engine.rows import Cost, LocalRunner, part
+from flops.engine.step import Query
 from flops.estimators.base import Estimator
 from flops.passes.batch import Batch
 from flops.passes.checks import RandomState

@@ -9,8 +9,7 @@ from flops.allocators.base import Allocator, Signal
 from flops.engine.gradients import Collector
 from flops.engine.group_step import GroupStep
 from flops.engine.groups import ResolvedGroup
-from flops.engine.query_loop import Run, run_query
-from flops.engine.step import Session, run_queries
+from flops.engine.step import Run, Session, run_queries, run_query
 from flops.estimators.base import Queries
 from flops.passes.local_vjp import Gradients
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -42,9 +43,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flops.engine.fingerprint import Fingerprint, differences
+from flops.engine.fingerprint import Fingerprint, batch_digest, differences
 from flops.engine.rows import shares
 from flops.engine.watch import Watch, WorkerError, watch_of
+from flops.passes.batch import Batch
 from flops.passes.local_vjp import Gradients
 from flops.passes.ranks import Ranks, Replicas
 
@@ -309,6 +311,26 @@ class Axes:
 
     query: Ranks
     data: Ranks
+
+    def meet(
+        self, batch: Batch, index: Tensor | None, run: Callable[..., Fingerprint], join: bool
+    ) -> tuple[Ranks, Replicas]:
+        """Ranks that share the rows, and those with other points, after checks of both.
+
+        Args:
+            batch: This rank's batch.
+            index: Positions of its points in the data set.
+            run: Fingerprint of the run, and of what else must be the same.
+            join: Whether data-parallel ranks join their batches.
+        """
+        replicas = Replicas(batch.size)
+        if isinstance(self.query, Collectives):
+            self.query.check_same(run(batch=batch.leaves, index=index))
+        if join and isinstance(self.data, Collectives):
+            prints = run(**{"use of an index": index is None})
+            whole = partial(batch_digest, batch.leaves, index)
+            replicas = DataParallel(self.data, self.data.meet(batch.size, prints, whole))
+        return self.query, replicas
 
     def fail(self, error: BaseException) -> None:
         """Tell all of them why this one does not go on."""

@@ -20,21 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from flops.allocators.base import Allocator, Signal
-from flops.allocators.budgets import shared_budgets
 from flops.allocators.equal import Equal
 from flops.allocators.gaussian import Gaussian
-from flops.allocators.progress import best_queries
-from flops.engine.allocation import budget_of, floor_of, least_of
+from flops.engine.allocation import budget_of, budgets_of, floor_of
 from flops.engine.auto_groups import block_groups, default_groups
-from flops.engine.collectives import Collectives, DataParallel, Parallel, ProcessGroup, axes
-from flops.engine.fingerprint import batch_digest, fingerprint
+from flops.engine.collectives import Parallel, ProcessGroup, axes
+from flops.engine.fingerprint import fingerprint
 from flops.engine.gradients import Update
 from flops.engine.group_step import GroupStep
-from flops.engine.groups import Group, ResolvedGroup, check_allocators, resolve
+from flops.engine.groups import Group, ResolvedGroup, check_allocators, check_seeded, resolve
 from flops.engine.layout import Layout, Layouts
 from flops.engine.report import StepReport
-from flops.engine.rows import ForwardEquivalents
-from flops.engine.step import Session, run_queries, write_gradients, writer_of
+from flops.engine.state import SCHEMA, check_state, memory_in
+from flops.engine.step import (
+    Session,
+    clean_pass,
+    report_of,
+    run_queries,
+    write_gradients,
+    writer_of,
+)
 from flops.engine.summary import summary
 from flops.errors import CoverageError, FlopsError
 from flops.estimators.exact import exact_gradients
@@ -43,7 +48,6 @@ from flops.passes.batch import Batch, LossFunction, positions
 from flops.passes.checks import (
     RandomState,
     check_deterministic,
-    check_finite,
     check_modes,
     no_autocast_cache,
     slow_attention_path,
@@ -52,14 +56,8 @@ from flops.passes.checks import (
 from flops.passes.intercept import Claim
 from flops.passes.interrupts import Atomic, DeferSignals
 from flops.passes.local_vjp import Gradients
-from flops.passes.loss_view import LossView, joint_view, loss_view
-from flops.passes.ranks import Ranks, Replicas
+from flops.passes.loss_view import joint_view
 from flops.passes.replay import Passes
-
-SCHEMA = 2
-PATIENCE = 16  # unreliable steps until a group rests
-LOOK = 8  # steps between the queries of a group that rests
-RENAMED = {"captured": "explained_variance", "captures": "explained_by_site"}  # since schema 1
 
 
 class ForwardGradient:
@@ -218,29 +216,15 @@ class ForwardGradient:
                 for number, group in enumerate(self.groups)
             ]
             run_queries(steps, session)
-            truth = self._exact(session) if exact else None
+            truth: Gradients | None = None
+            if exact:
+                trained = [p for group in self.groups for p in group.parameters]
+                truth = exact_gradients(self.model, session.passes.batch, replicas, trained)
             writer = writer_of(steps, session, update)
             if writer.streaming:  # hooks may change parameters: from here on the step is atomic
                 atomic.enter_context(Atomic())
             write_gradients(steps, session, writer, truth, scale)
-        named = {step.group.name: step for step in steps}
-        loss = replicas.share * _mean_loss(session, [step.loss for step in steps])
-        own = torch.tensor([loss, session.clean, session.probe], dtype=torch.float64)
-        loss, clean, probe = replicas.sum([own])[0].tolist()
-        report = StepReport(
-            loss=loss,
-            queries=session.cost.rows,
-            forward_equivalents=ForwardEquivalents(
-                clean, session.cost.queries, session.cost.local, probe
-            ),
-            counts={name: step.counts for name, step in named.items()},
-            dropped={name: step.dropped for name, step in named.items()},
-            snr={name: step.snr for name, step in named.items()},
-            seconds=time.perf_counter() - started,
-            shaping={name: s.shaping for name, s in named.items() if s.shaping is not None},
-            cosine={name: step.cosine for name, step in named.items()} if exact else {},
-            points=replicas.total,
-        )
+        report = report_of(steps, session, started, exact)
         # Without hooks nothing is written before this line: errors leave everything unchanged.
         with Atomic():
             writer.commit()
@@ -250,15 +234,7 @@ class ForwardGradient:
 
     def check_seeded(self) -> None:
         """Raise if a group's gradient is not given by keys and scalars."""
-        for group in self.groups:
-            if not group.estimator.seeded:
-                raise FlopsError(
-                    f"group '{group.name}': the gradient of {type(group.estimator).__name__} does "
-                    "not follow from seeds and scalars; those of MeZO, FZOO, LOZO, JVP, "
-                    "SPSA(shared=True) and ES(shared=True) do. For others use any torch "
-                    "optimizer, and flops.optim.step_as_gradients_appear(optimizer) to hold one "
-                    "gradient at a time."
-                )
+        check_seeded(self.groups)
 
     @contextmanager
     def session(
@@ -291,7 +267,8 @@ class ForwardGradient:
         batch = Batch(inputs, targets, self.loss_fn)
         places = positions(index, batch.size)
         check_modes(self.modules)
-        ranks, replicas = self._meet(batch, places, join)
+        run = partial(fingerprint, self.model, self.steps, self.seed)
+        ranks, replicas = axes(self.process_group, self.parallel).meet(batch, places, run, join)
         with DeferSignals(), Claim(self.modules):
             state = RandomState()
             try:
@@ -300,8 +277,11 @@ class ForwardGradient:
                     passes = Passes(self.model, self.modules, layout.structure, batch)
                     chunk = self.chunk or layout.chunk(batch.size)
                     reads = not skip or self._reads_clean(layout)
+                    check = partial(check_deterministic, state, self.modules)
                     with torch.no_grad():
-                        losses, record, view = self._clean(passes, layout, reads, state, ranks)
+                        losses, record, view = clean_pass(
+                            passes, layout, reads, ranks, check, self._reads_outputs
+                        )
                         clean = float(batch.size) if reads else 0.0
                         if self._reads_outputs:
                             view = joint_view(view, replicas)
@@ -318,7 +298,7 @@ class ForwardGradient:
                             probe,
                             view,
                         )
-                    check_deterministic(state, self.modules)
+                    check()
             finally:
                 state.restore()
 
@@ -342,50 +322,6 @@ class ForwardGradient:
             )
             self.groups, self._layouts = groups, layouts
             return found
-
-    def _clean(
-        self, passes: Passes, layout: Layout, reads: bool, state: RandomState, ranks: Ranks
-    ) -> tuple[Tensor, dict[int, list[Any]], LossView | None]:
-        """Losses, recorded calls and the loss's view of the clean pass; NaN if there is none."""
-        if not reads:
-            dtype = layout.structure.losses.dtype
-            return torch.full((passes.batch.size,), torch.nan, dtype=dtype), {}, None
-        seen: list[Any] = []
-        see = (lambda *outputs: seen.extend(outputs)) if self._reads_outputs else None
-        losses, record = passes.clean(layout.needed, layout.embedding, see=see)
-        check_deterministic(state, self.modules)
-        losses = ranks.broadcast(losses)
-        check_finite(losses, "the clean pass")
-        view = loss_view(passes.batch, *seen) if seen else None
-        return losses, dict(record), view
-
-    def _meet(self, batch: Batch, index: Tensor | None, join: bool) -> tuple[Ranks, Replicas]:
-        """Ranks that share the rows, and those with other points, after checks of both.
-
-        Args:
-            batch: This rank's batch.
-            index: Positions of its points in the data set.
-            join: Whether data-parallel ranks join their batches.
-        """
-        of, replicas = axes(self.process_group, self.parallel), Replicas(batch.size)
-        if isinstance(of.query, Collectives):
-            more = {"batch": batch.leaves, "index": index}
-            of.query.check_same(fingerprint(self.model, self.steps, self.seed, **more))
-        if join and isinstance(of.data, Collectives):
-            told = {"use of an index": index is None}
-            prints = fingerprint(self.model, self.steps, self.seed, **told)
-            whole = partial(batch_digest, batch.leaves, index)
-            replicas = DataParallel(of.data, of.data.meet(batch.size, prints, whole))
-        return of.query, replicas
-
-    def _exact(self, session: Session) -> Gradients | None:
-        """Backpropagated gradients of all points; None if the loss is not differentiable."""
-        found, replicas = exact_gradients(self.model, session.passes.batch), session.replicas
-        if not replicas.several:
-            return found
-        own = {p: g * replicas.share for p, g in (found or {}).items()}
-        trained = [p for group in self.groups for p in group.parameters]
-        return replicas.sum_gradients(own, trained) or None
 
     def inspect(self, inputs: Any, targets: Any = None) -> Self:
         """Trace the forward pass for ``print(fg)``, without an estimate."""
@@ -431,35 +367,7 @@ class ForwardGradient:
             size: Points.
             agree: Makes queries per point equal on ranks that round differently.
         """
-        automatic = [g for g in self.groups if g.automatic and g.estimator.makes_queries]
-        chosen = self._automatic_queries(automatic) if automatic else {}
-        if automatic and agree is not None:
-            values = agree(torch.tensor([*chosen.values()], dtype=torch.float64)).tolist()
-            chosen = dict(zip(chosen, values, strict=True))
-        budgets = {g.name: budget_of(g, size, chosen.get(g.name)) for g in self.groups}
-        joint = [g for g in self.groups if self.allocators[g.name].across_groups]
-        if joint:
-            budgets |= shared_budgets(
-                {group.name: budgets[group.name] for group in joint},
-                {group.name: group.estimator.unit for group in joint},
-                {g.name: size * least_of(self.allocators[g.name], g) for g in joint},
-                self.memory,
-            )
-        return budgets
-
-    def _automatic_queries(self, groups: Sequence[ResolvedGroup]) -> dict[str, float]:
-        """Queries per point; a group that stays unreliable is looked at now and then."""
-        first = {group.name: group.queries for group in groups}
-        chosen = best_queries(
-            self.memory,
-            first,
-            {g.name: g.estimator.unit for g in groups},
-            {g.name: least_of(self.allocators[g.name], g) for g in groups},
-        )
-        for group in groups:
-            if self.memory[group.name].get("withheld", 0) >= PATIENCE:
-                chosen[group.name] = 0.0 if self.steps % LOOK else group.queries
-        return chosen
+        return budgets_of(self.groups, self.allocators, self.memory, size, self.steps, agree)
 
     def _reads_clean(self, layout: Layout) -> bool:
         if layout.embedding is not None or self._reads:
@@ -486,34 +394,10 @@ class ForwardGradient:
         Raises:
             ValueError: If the state has another version or other groups.
         """
-        if state.get("schema") not in (1, SCHEMA):
-            raise ValueError(
-                f"state has schema {state.get('schema')}, this version reads 1 (flops 0.1) and "
-                f"{SCHEMA}; load it with the version that wrote it"
-            )
-        names = [group.name for group in self.groups]
-        if list(state["groups"]) != names:
-            raise ValueError(f"state is of groups {list(state['groups'])}, not {names}")
-        missing = {"seed", "step", "allocators", "memory"} - state.keys()
-        if missing:
-            raise ValueError(f"state lacks {sorted(missing)}; was it made by state_dict()?")
-        for part in ("allocators", "memory"):
-            if set(state[part]) != set(names):
-                raise ValueError(f"state has {part} of groups {sorted(state[part])}, not {names}")
+        check_state(state, [group.name for group in self.groups])
         loaded = {name: copy.copy(allocator) for name, allocator in self.allocators.items()}
         for name, allocator in loaded.items():
             allocator.load_state_dict(copy.deepcopy(state["allocators"][name]))
         self.allocators = loaded
         self.seed, self.steps = int(state["seed"]), int(state["step"])
-        self.memory = {
-            name: {RENAMED.get(key, key): copy.deepcopy(value) for key, value in kept.items()}
-            for name, kept in state["memory"].items()
-        }
-
-
-def _mean_loss(session: Session, seen: Sequence[float | None]) -> float:
-    """Mean loss of the clean pass; without one, of the estimators' queries."""
-    if session.clean:
-        return float(session.losses.mean())
-    found = [loss for loss in seen if loss is not None]
-    return sum(found) / len(found)
+        self.memory = memory_in(state)

@@ -162,7 +162,8 @@ class GroupStep:
             learn(self.allocator, self._signal, first, replicas)
         sink.close()
         norm = sink.energy / scale**2
-        demand = demand_of(traces_of(first, size)) if first.points is not None else 0.0
+        across = self.allocator.across_groups and first.points is not None
+        demand = demand_of(traces_of(first, size)) if across else 0.0
         mean, demand = self._join(first, demand, own)
         if self.noise > 0:
             self.snr = max(0.0, norm - self.noise) / self.noise
@@ -173,7 +174,7 @@ class GroupStep:
             self.shaping = replace(report, withheld=self.estimation.withheld)
         self.cosine = sink.cosine
         cost = self.cost.queries / max(self.cost.rows, 1)
-        if self.allocator.across_groups and first.points is not None:
+        if across:
             note_demand(self._queries.memory, demand, norm, cost)
         memory = self._queries.memory
         if self.shaping is not None:
@@ -197,7 +198,7 @@ class GroupStep:
 
         Args:
             first: Statistics of the first queries.
-            demand: sum_j sqrt(Tr_j) of this rank's points.
+            demand: sum_j sqrt(Tr_j) of this rank's points; 0 if groups share no budget.
             own: Weight of this rank's gradient; 1 if it is that of all.
         """
         replicas, cost, joint = self.runner.replicas, self.cost, self.estimation.joint

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flops.allocators.base import Allocator
 from flops.allocators.equal import Equal
 from flops.allocators.fixed import Fixed
-from flops.errors import CoverageError, QueryError
+from flops.errors import CoverageError, FlopsError, QueryError
 from flops.estimators.base import Estimator
 from flops.passes.selection import Selection
 
@@ -232,6 +232,19 @@ def _check_covered(groups: Sequence[ResolvedGroup], root: nn.Module) -> None:
             "group, give them as Group(parameters=[...], estimator=SPSA(...)), or freeze them "
             "with requires_grad_(False)."
         )
+
+
+def check_seeded(groups: Sequence[ResolvedGroup]) -> None:
+    """Raise if a group's gradient is not given by keys and scalars."""
+    for group in groups:
+        if not group.estimator.seeded:
+            raise FlopsError(
+                f"group '{group.name}': the gradient of {type(group.estimator).__name__} does "
+                "not follow from seeds and scalars; those of MeZO, FZOO, LOZO, JVP, "
+                "SPSA(shared=True) and ES(shared=True) do. For others use any torch "
+                "optimizer, and flops.optim.step_as_gradients_appear(optimizer) to hold one "
+                "gradient at a time."
+            )
 
 
 def check_allocators(groups: Sequence[ResolvedGroup], allocators: dict[str, Allocator]) -> None:

@@ -1,13 +1,16 @@
 """One step: queries of all groups at the same parameters, then the gradients.
 
-Phase 1: clean pass, allocation, and the queries of all groups (`flops.engine.group_step`,
-`flops.engine.query_loop`). Nothing is written.
+Phase 1: clean pass, allocation (`flops.engine.group_step`), and the queries of all groups. Every
+group plans rows; they run chunk by chunk, anywhere; and ranks synchronise once per round. Nothing
+is written.
 Phase 2: gradients, group by group and parameter by parameter (`flops.engine.gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +20,12 @@ from torch import Tensor
 from flops.engine.gradients import Update, Writer
 from flops.engine.group_step import GroupStep
 from flops.engine.layout import Layout
-from flops.engine.query_loop import QueryLoop, Run, run_query
-from flops.engine.rows import Cost, LocalRunner
-from flops.estimators.base import Queries
+from flops.engine.report import StepReport
+from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, gathered, own_chunks
+from flops.estimators.base import Perturbation, Plan, Queries, RowResults, Rows
+from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
-from flops.passes.loss_view import LossView
+from flops.passes.loss_view import LossView, loss_view
 from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes
 
@@ -79,6 +83,138 @@ class Session:
         )
 
 
+def clean_pass(
+    passes: Passes,
+    layout: Layout,
+    reads: bool,
+    ranks: Ranks,
+    check: Callable[[], None],
+    view: bool,
+) -> tuple[Tensor, dict[int, list[Any]], LossView | None]:
+    """Losses, recorded calls and the loss's view of the clean pass.
+
+    Args:
+        passes: Passes over the batch.
+        layout: Its layout.
+        reads: Whether anything reads the clean pass; else there is none, and losses are NaN.
+        ranks: Ranks that share the rows; all get the losses of the first.
+        check: Raises if the pass was random.
+        view: Whether estimators read what the loss reads of the outputs.
+    """
+    if not reads:
+        dtype = layout.structure.losses.dtype
+        return torch.full((passes.batch.size,), torch.nan, dtype=dtype), {}, None
+    seen: list[Any] = []
+    see = (lambda *outputs: seen.extend(outputs)) if view else None
+    losses, record = passes.clean(layout.needed, layout.embedding, see=see)
+    check()
+    losses = ranks.broadcast(losses)
+    check_finite(losses, "the clean pass")
+    return losses, dict(record), loss_view(passes.batch, *seen) if seen else None
+
+
+@dataclass(frozen=True)
+class Query:
+    """A chunk of rows of one group to run."""
+
+    step: GroupStep
+    rows: Rows
+    perturbation: Perturbation
+
+
+class QueryLoop:
+    """All queries of a step: `next` returns a query to run, `tell` takes its results.
+
+    Args:
+        steps: The groups.
+        size: Points of the batch.
+        chunk: Largest number of rows of a query.
+        ranks: Ranks that share the rows.
+        together: Whether all groups run before any of them is collected, which several ranks do to
+            wait for each other once; else one group after the other.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[GroupStep],
+        size: int,
+        chunk: int,
+        ranks: Ranks,
+        together: bool = False,
+    ) -> None:
+        self._steps, self._size, self._chunk, self._ranks = steps, size, chunk, ranks
+        self._together = together or ranks.size > 1
+        self._queue: deque[tuple[int, Rows]] = deque()
+        self._round: dict[int, Plan] = {}
+        self._values: dict[int, list[Tensor]] = {}
+
+    def next(self) -> Query | None:
+        """The next query; None after the last of all groups."""
+        while not self._queue:
+            if not self._advance():
+                return None
+        number, rows = self._queue.popleft()
+        step = self._steps[number]
+        return Query(step, rows, step.estimation.ask(rows))
+
+    def tell(self, query: Query, results: RowResults) -> None:
+        """Take the results of a query, and charge its group."""
+        step, count = query.step, len(query.rows.points)
+        step.cost.rows += count
+        share = 1 - query.perturbation.prefix.share
+        step.cost.queries += count * share * step.group.estimator.work
+        values = step.estimation.tell(query.rows, results)
+        self._values[self._steps.index(step)].append(values)
+
+    def _advance(self) -> bool:
+        """Synchronise the ranks, and collect the next plans."""
+        if self._round:
+            self._synchronise()
+        self._round = {}
+        for number, step in enumerate(self._steps):
+            plan = step.plan()
+            if plan is not None:
+                self._round[number] = plan
+                if not self._together:  # no other ranks: one group's noise at a time
+                    break
+        self._values = {number: [] for number in self._round}
+        for number, plan in self._round.items():
+            chunks = own_chunks(plan, self._size, self._chunk, self._ranks)
+            self._queue.extend((number, rows) for rows in chunks)
+        if self._ranks.size > 1 and not self._round:
+            self._sum_costs()
+        return bool(self._round)
+
+    def _synchronise(self) -> None:
+        found = gathered(
+            [(p, self._values[n], self._steps[n].estimation) for n, p in self._round.items()],
+            self._size,
+            self._ranks,
+        )
+        for number, (values, points) in zip(self._round, found, strict=True):
+            step = self._steps[number]
+            if self._ranks.size > 1:  # on all ranks
+                losses = values if values.dim() == 1 else values[:, 0]
+                check_finite(losses, f"queries of group '{step.group.name}'", points)
+            step.estimation.collect(values, points, step.runner)
+
+    def _sum_costs(self) -> None:
+        """Sum costs over the ranks."""
+        costs = [value for s in self._steps for value in (float(s.cost.rows), s.cost.queries)]
+        found = iter(self._ranks.sum_scalars(costs))
+        for step in self._steps:
+            step.cost.rows, step.cost.queries = round(next(found)), next(found)
+
+
+Run = Callable[[Query], RowResults]
+"""Evaluates a query."""
+
+
+def run_query(query: Query) -> RowResults:
+    """Run a query on the model."""
+    return query.step.runner.run(query.step.group.name, query.perturbation, query.rows)
+
+
 def run_queries(steps: Sequence[GroupStep], session: Session, run: Run = run_query) -> None:
     """Phase 1: run all queries of the groups."""
     several = session.replicas.several
@@ -114,3 +250,41 @@ def write_gradients(
             del session.record[call]
         step.write(writer, exact, scale)
         session.cost.add(step.cost)
+
+
+def report_of(
+    steps: Sequence[GroupStep], session: Session, started: float, exact: bool
+) -> StepReport:
+    """Report of a step of all ranks.
+
+    Args:
+        steps: The groups, after both phases.
+        session: The batch.
+        started: Time at which the step began.
+        exact: Whether cosines to the exact gradient are known.
+    """
+    named, replicas = {step.group.name: step for step in steps}, session.replicas
+    loss = replicas.share * _mean_loss(session, [step.loss for step in steps])
+    own = torch.tensor([loss, session.clean, session.probe], dtype=torch.float64)
+    loss, clean, probe = replicas.sum([own])[0].tolist()
+    cost = session.cost
+    return StepReport(
+        loss=loss,
+        queries=cost.rows,
+        forward_equivalents=ForwardEquivalents(clean, cost.queries, cost.local, probe),
+        counts={name: step.counts for name, step in named.items()},
+        dropped={name: step.dropped for name, step in named.items()},
+        snr={name: step.snr for name, step in named.items()},
+        seconds=time.perf_counter() - started,
+        shaping={name: s.shaping for name, s in named.items() if s.shaping is not None},
+        cosine={name: step.cosine for name, step in named.items()} if exact else {},
+        points=replicas.total,
+    )
+
+
+def _mean_loss(session: Session, seen: Sequence[float | None]) -> float:
+    """Mean loss of the clean pass; without one, of the estimators' queries."""
+    if session.clean:
+        return float(session.losses.mean())
+    found = [loss for loss in seen if loss is not None]
+    return sum(found) / len(found)

@@ -15,6 +15,7 @@ from flops.passes.batch import Batch
 from flops.passes.binding import Binding
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
+from flops.passes.ranks import Replicas
 from flops.passes.replay import Passes, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
@@ -111,15 +112,32 @@ class WholeModel(Binding):
         return use.parameter in {id(p) for p in self.selection.parameters}
 
 
-def exact_gradients(model: nn.Module, batch: Batch) -> Gradients | None:
-    """Backpropagated gradients of the mean loss; None if it is not differentiable."""
+def exact_gradients(
+    model: nn.Module,
+    batch: Batch,
+    replicas: Replicas | None = None,
+    trained: Sequence[nn.Parameter] = (),
+) -> Gradients | None:
+    """Backpropagated gradients of the mean loss; None if it is not differentiable.
+
+    Args:
+        model: The model.
+        batch: The batch, or this rank's part of it.
+        replicas: Ranks with other points, if the loss is that of all.
+        trained: The parameters whose gradients are summed over them.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    found: Gradients | None = None
     with torch.enable_grad():
         losses = batch.losses(model)
-        if not losses.requires_grad:
-            return None
-        found = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
-    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+        if losses.requires_grad:
+            gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
+            pairs = zip(parameters, gradients, strict=True)
+            found = {p: g for p, g in pairs if g is not None}
+    if replicas is None or not replicas.several:
+        return found
+    own = {p: g * replicas.share for p, g in (found or {}).items()}
+    return replicas.sum_gradients(own, trained) or None
 
 
 def cosine(found: Gradients, exact: Gradients | None) -> float:
