@@ -31,7 +31,7 @@ from flops.passes.inner_products import inner
 from flops.passes.local_vjp import Gradients, LocalTarget, add_gradients
 from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws
-from flops.perturb.random import NoiseStream
+from flops.perturb.noise import NoiseStream
 
 ENERGY_STEPS = 8
 ROUNDING_UNITS = 50

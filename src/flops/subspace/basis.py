@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from flops.passes.ranks import Replicas
 from flops.passes.replay import Passes
 from flops.perturb.activations import Site, Sites
-from flops.perturb.random import CPU, Kind, fill
+from flops.perturb.noise import CPU, Kind, fill
 
 DENSE = 2048  # longest axis with a full matrix
 SKETCH = 128  # eigenpairs of a longer one
