@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flops import ForwardGradient, Group, LikelihoodRatio
 from flops.passes.batch import Batch
 from flops.passes.replay import Prefix
-from flops.passes.structure import inspect
+from flops.passes.trace import inspect
 from tests.conftest import flat, gradients, squared
 from tests.support.replaying import UNet, stack, stateful
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio
+from flops.passes.local_vjp import inner
 from tests.conftest import squared
 from tests.support.replaying import ESTIMATORS, stack
 
@@ -179,3 +180,26 @@ def test_local_vjps_cost_what_they_run() -> None:
         cost[reuse] = report.forward_equivalents.local / 5
     assert cost[True] == pytest.approx(3 / 4, rel=0.08)  # one layer of four: forward and product
     assert cost[False] == pytest.approx(1 + 2 / 4, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    "a",
+    [
+        torch.randn(300, 1001),
+        torch.randn(300, 1001).T,
+        torch.randn(7).to(torch.bfloat16),
+        torch.tensor(3.0),
+        torch.empty(0),
+        torch.empty(0, 4).T,
+        torch.randn(1, 5).expand(3, 5),
+        torch.full((70_000,), 1e25),
+        torch.full((70_000,), 1e-25),
+    ],
+)
+def test_an_inner_product_is_a_sum_in_double_precision(a: Tensor) -> None:
+    assert inner(a, a) == pytest.approx(float(a.double().square().sum()), rel=1e-12)
+
+
+def test_tensors_may_lie_differently_in_memory() -> None:
+    a, b = torch.randn(400, 900), torch.randn(900, 400).T
+    assert inner(a, b) == pytest.approx(float((a.double() * b.double()).sum()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.perturb import draws as module
-from flops.perturb.draws import Draws, DrawShape, shifted
+from flops.perturb.draws import Draws, DrawShape, shifted, squared_norm
 from flops.perturb.low_rank import LowRank
 from flops.perturb.noise import fill
 
@@ -152,3 +152,21 @@ def test_shifted_leaves_the_data_and_the_padding(dtype: torch.dtype, layout: Any
     torch.testing.assert_close(found, expected)
     assert torch.equal(data, before)
     assert found.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "a",
+    [
+        torch.randn(300, 1001),
+        torch.randn(300, 1001).T,
+        torch.randn(7).to(torch.bfloat16),
+        torch.tensor(3.0),
+        torch.empty(0),
+        torch.empty(0, 4).T,
+        torch.randn(1, 5).expand(3, 5),
+        torch.full((70_000,), 1e25),
+        torch.full((70_000,), 1e-25),
+    ],
+)
+def test_a_squared_norm_neither_overflows_nor_vanishes(a: Tensor) -> None:
+    assert squared_norm(a) == pytest.approx(float(a.double().square().sum()), rel=1e-5)

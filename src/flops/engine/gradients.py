@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flops.passes.checks import RandomState
-from flops.passes.inner_products import inner
-from flops.passes.local_vjp import Gradients, add_gradients
+from flops.passes.local_vjp import Gradients, add_gradients, inner
 from flops.passes.structure import Structure
 from flops.perturb.draws import Draws
 

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from flops.allocators.base import Traces
 from flops.errors import PrecisionWarning
 from flops.estimators.base import Estimate, Queries, Runner
-from flops.passes.inner_products import inner
-from flops.passes.local_vjp import Gradients, LocalTarget, add_gradients
+from flops.passes.local_vjp import Gradients, LocalTarget, add_gradients, inner
 from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws
 from flops.perturb.noise import NoiseStream

@@ -128,8 +128,18 @@ class Batch:
             return leaf[rows.numpy()]
         return [leaf[i] for i in rows.tolist()]
 
+    def saving(self, model: nn.Module) -> frozenset[str]:
+        """Arguments of the model that save computation, and are not in the inputs."""
+        args, kwargs = self.arguments(None)
+        given = set(kwargs) | bound_arguments(model, len(args))
+        return frozenset(optional_arguments(model) - given)
+
     def losses(
-        self, model: nn.Module, rows: Tensor | None = None, see: See | None = None
+        self,
+        model: nn.Module,
+        rows: Tensor | None = None,
+        see: See | None = None,
+        saving: frozenset[str] | None = None,
     ) -> Tensor:
         """Losses of the rows, one each, in float32 or wider.
 
@@ -137,12 +147,13 @@ class Batch:
             model: The model.
             rows: Points to run; None for all.
             see: Called with the outputs before the loss function.
+            saving: What `saving` returns, if known.
 
         Raises:
             BatchError: If the loss function returns anything but one loss per row.
         """
         args, kwargs = self.arguments(rows)
-        takes = optional_arguments(model) - set(kwargs) - bound_arguments(model, len(args))
+        takes = self.saving(model) if saving is None else saving
         if "use_cache" in takes:  # nothing is generated
             kwargs = {**kwargs, "use_cache": False}
         positions = self._positions if "logits_to_keep" in takes else None

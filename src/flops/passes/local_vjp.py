@@ -11,7 +11,7 @@ never exist at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,6 +30,7 @@ from flops.passes.structure import Call, Structure
 Gradients = dict[nn.Parameter, Tensor]
 Take = Callable[["LocalTarget", nn.Parameter, Tensor], None]
 _VALUES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+PIECE = 1 << 18  # values of an inner product at a time
 KEPT = 1 << 26  # bytes of a stage's activations that are stored rather than recomputed
 
 
@@ -59,6 +60,21 @@ def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, gradient in more.items():
         # Not in place: autograd may return the same tensor for two parameters.
         into[parameter] = into[parameter] + gradient if parameter in into else gradient
+
+
+def inner(a: Tensor, b: Tensor) -> float:
+    """<a, b> in double precision."""
+    return sum(float((x.double() * y.double()).sum()) for x, y in _pieces(a, b))
+
+
+def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of two tensors, so that no copy has their full size."""
+    if a.is_contiguous() and b.is_contiguous():
+        return zip(a.view(-1).split(PIECE), b.view(-1).split(PIECE), strict=True)
+    if a.dim() == 0:
+        return iter([(a, b)])
+    rows = max(1, PIECE // max(1, a[0].numel())) if len(a) else 1
+    return zip(a.split(rows), b.split(rows), strict=True)
 
 
 def stage_target(

@@ -140,7 +140,7 @@ class Passes:
         if rows is None:
             rows = torch.arange(size) if size > 1 else torch.zeros(2).long()
         with intercepted(self.modules, empty_prefix(self.structure).actions(keep)):
-            losses = self.batch.losses(self.model, rows, see)
+            losses = self.batch.losses(self.model, rows, see, self.structure.saving)
         return losses[:size], record
 
     def run(
@@ -178,7 +178,7 @@ class Passes:
             return around.get(number)
 
         with intercepted(self.modules, prefix.actions(action)):
-            return self.batch.losses(self.model, rows, see)
+            return self.batch.losses(self.model, rows, see, self.structure.saving)
 
     def prefix(self, time: int, keep: frozenset[int] = frozenset()) -> Prefix:
         """The prefix of all calls that end at or before a time.

@@ -7,6 +7,7 @@ parameter always has the same noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
-from flops.passes.inner_products import squared_norm
 from flops.perturb.low_rank import LowRank
 from flops.perturb.noise import SharedKind, fill, noise_pieces
 
@@ -268,3 +268,12 @@ class Draws:
 
 def _wide(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(torch.float32, parameter.dtype)
+
+
+def squared_norm(a: Tensor) -> float:
+    """|a|^2 of a piece that is in the cache, in single precision if that is in range."""
+    a = a.float() if a.dtype.itemsize < 4 else a
+    found = float(a.square().sum())
+    if 1e-30 < found < math.inf:
+        return found
+    return float(a.double().square().sum())  # overflow or underflow
