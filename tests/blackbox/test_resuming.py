@@ -24,7 +24,7 @@ from flops.blackbox.evaluator import Evaluator
 from flops.blackbox.journal import Journal, JournalError, Request, Response
 from flops.blackbox.tuning import Tuning
 from flops.subspace import step as shaped_step
-from flops.subspace.basis import leading
+from flops.subspace.moments import leading
 from tests.support.keyed_service import D, Service
 from tests.support.small_tunings import ESTIMATORS, end, make
 

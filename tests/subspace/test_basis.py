@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flops.perturb.activations import Site
-from flops.subspace.basis import NARROW, Change, Factor, Grid, Moments, grid, leading
+from flops.subspace.basis import NARROW, Grid, grid
+from flops.subspace.moments import Change, Factor, Moments, leading
 
 DENSE = 2048  # longest axis with a full matrix
 LEADING = 256  # directions

@@ -11,13 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.subspace.basis import Moments, leading
 from flops.subspace.config import Shaping
 from flops.subspace.design import Design
-from flops.subspace.learning import learn
-from flops.subspace.regression import Regression, regress
+from flops.subspace.moments import Moments, leading, learn
+from flops.subspace.regression import (
+    Regression,
+    StepSums,
+    coherence,
+    explained_by_site,
+    explained_variance,
+    regress,
+)
 from flops.subspace.step import ShapedStep, decay, exploration
-from flops.subspace.sums import StepSums, coherence, explained_by_site, explained_variance
 from tests.support.shaped_cases import SIZE, Case, case
 
 AVERAGE, RECENT, KEEP = 0.9, 0.8, 0.98  # decays of running averages, and of moments

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.subspace.basis import Moments
-from flops.subspace.learning import learn
+from flops.subspace.moments import Moments, learn
 from flops.subspace.regression import regress
 from tests.support.shaped_cases import SIZE, Case, case
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flops.passes.ranks import Replicas
-from flops.subspace.basis import DENSE, Change, Factor, joint_changes
+from flops.subspace.moments import DENSE, Change, Factor, joint_changes
 
 
 class Others(Replicas):

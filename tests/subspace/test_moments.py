@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.subspace.basis import DENSE, SKETCH, Change, Factor, Moments, signed
+from flops.subspace.basis import signed
+from flops.subspace.moments import DENSE, SKETCH, Change, Factor, Moments
 from tests.conftest import cosine, exact, squared
 from tests.support.parallel_cases import Words, batch, losses
 

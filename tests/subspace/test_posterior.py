@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.subspace.regression import posterior
-from flops.subspace.sums import coherence, correction_noise
+from flops.subspace.regression import coherence, correction_noise, posterior
 
 
 def test_posterior_and_leave_one_out_by_brute_force() -> None:

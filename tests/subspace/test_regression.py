@@ -7,8 +7,13 @@ import torch
 from torch import Tensor
 
 from flops.subspace.measurements import FITTED
-from flops.subspace.regression import Regression, regress
-from flops.subspace.sums import StepSums, explained_by_site, explained_variance
+from flops.subspace.regression import (
+    Regression,
+    StepSums,
+    explained_by_site,
+    explained_variance,
+    regress,
+)
 from tests.support.shaped_cases import Case, case
 
 RIDGES = (1.0, 1 / 3, 3.0)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio
-from flops.subspace.basis import Grid, Moments, leading
+from flops.subspace.basis import Grid
 from flops.subspace.config import Shaping
 from flops.subspace.measurements import FITTED
+from flops.subspace.moments import Moments, leading
 from tests.conftest import cosine, exact, flat, squared
 from tests.statistical.helpers import assert_mean
 from tests.support.planted import Planted, engine, planted, step

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, diagnose
 from flops.allocators import Gaussian
-from flops.subspace.basis import DENSE
 from flops.subspace.config import Shaping
 from flops.subspace.measurements import FITTED
+from flops.subspace.moments import DENSE
 from tests.conftest import cosine, exact, flat, squared
 from tests.support.noise import noise
 from tests.support.planted import Planted, engine, planted, step

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flops.passes.loss_view import LossView
-from flops.subspace.basis import Basis, Factor, Grid, Moments, Space, leading, signed
+from flops.subspace.basis import Basis, Grid, Space, signed
 from flops.subspace.design import Design
 from flops.subspace.measurements import Measurements
+from flops.subspace.moments import Factor, Moments, leading
 
 SIZE, FEATURES = 4, 3
 DRAWS, ISO = (7, 5, 6, 8), (3, 2, 4, 3)

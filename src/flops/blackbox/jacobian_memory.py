@@ -46,8 +46,7 @@ from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
 from flops.perturb.noise import Kind, NoiseStream
-from flops.subspace.report import ShapingReport
-from flops.subspace.step import ShapedEstimate
+from flops.subspace.report import ShapedEstimate, ShapingReport
 
 MOST = 512  # derivatives per point in a fit, whose cost grows with their cube
 POINTS = 256  # points in a fit, unless a batch has more: this step's and the latest

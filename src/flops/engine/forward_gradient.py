@@ -372,10 +372,7 @@ class ForwardGradient:
     def _reads_clean(self, layout: Layout) -> bool:
         if layout.embedding is not None or self._reads:
             return True
-        # A clean pass only for replays pays if these save more than one pass.
-        pairs = zip(layout.bindings, self.groups, strict=True)
-        saved = [b.replayed_share * g.queries * g.estimator.work for b, g in pairs]
-        return bool(sum(saved) >= 1)
+        return layout.saved_passes(self.groups) >= 1  # by replays: else a clean pass costs more
 
     def state_dict(self) -> dict[str, Any]:
         """State for resuming, besides that of model and optimizer."""

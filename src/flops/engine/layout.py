@@ -94,6 +94,11 @@ class Layout:
         """Largest number of rows in a pass: the batch size, or more if they take little memory."""
         return min(ROWS, max(size, self.rows))
 
+    def saved_passes(self, groups: Sequence[ResolvedGroup]) -> float:
+        """Forward passes that replays save in a step, per point."""
+        pairs = zip(self.bindings, groups, strict=True)
+        return sum(b.replayed_share * g.queries * g.estimator.work for b, g in pairs)
+
 
 class Layouts:
     """Finds layouts of a model and its groups; an LRU cache.

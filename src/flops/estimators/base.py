@@ -33,7 +33,8 @@ from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws
 from flops.subspace.config import Shaping
-from flops.subspace.step import Decide, ShapedEstimate
+from flops.subspace.report import ShapedEstimate
+from flops.subspace.step import Decide
 
 
 @dataclass(frozen=True)

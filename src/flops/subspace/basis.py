@@ -1,20 +1,15 @@
-"""Basis of the gradient's subspace: second moments of each site, and their eigenvectors.
+"""Basis of the gradient's subspace: sites as grids, and directions u v^T of one site each.
 
-Two small matrices describe a site's gradient G, positions x channels: M_T = E[G G^T] over positions
-(tokens, pixels) and M_D = E[G^T G] over channels. They are learned from estimates G = inside +
-outside: measured coordinates are exact, and the part from isotropic queries has a known noise
-floor, which is subtracted. An axis of more than 2,048 entries keeps only its leading eigenpairs and
-its trace.
-
-Eigenvectors of the two moments give directions u v^T (of one site each), products of the
-eigenvalues their energies. Directions of all sites of a group are sorted by energy; a point with a
-shaped queries measures the first a, one per query. These are the optimal a linear measurements of a
-gradient with this second moment; each derivative *is* a coordinate, without a linear system.
+Eigenvectors of the two second moments of a site (`flops.subspace.moments`) give directions u v^T,
+products of the eigenvalues their energies. Directions of all sites of a group are sorted by energy;
+a point with a shaped queries measures the first a, one per query. These are the optimal a linear
+measurements of a gradient with this second moment; each derivative *is* a coordinate, without a
+linear system.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,13 +19,9 @@ from torch import Tensor, nn
 from flops.passes.ranks import Replicas
 from flops.passes.replay import Passes
 from flops.perturb.activations import Site, Sites
-from flops.perturb.noise import CPU, Kind, fill
+from flops.perturb.noise import CPU, Kind
 
-DENSE = 2048  # longest axis with a full matrix
-SKETCH = 128  # eigenpairs of a longer one
-FRESH = 16  # random directions added to a sketch
 NARROW = 16  # channels up to which rows share a product
-LEADING = 256  # minimum of directions with their own energy; the others share the rest
 
 
 @dataclass(frozen=True)
@@ -172,87 +163,6 @@ class Space:
         return len(self.ids)
 
 
-@dataclass(frozen=True)
-class Change:
-    """Change of a moment in a step: plus^T plus - minus^T minus - floor I + V diag(cover) V^T."""
-
-    plus: Tensor
-    minus: Tensor
-    floor: float
-    vectors: Tensor
-    cover: Tensor
-
-    def times(self, x: Tensor) -> Tensor:
-        """The change applied to columns, without forming its matrix."""
-        grown = self.plus.T @ (self.plus @ x) - self.minus.T @ (self.minus @ x)
-        return grown - self.floor * x + (self.vectors * self.cover) @ (self.vectors.T @ x)
-
-    def trace(self) -> float:
-        """Its trace."""
-        squares = self.plus.square().sum() - self.minus.square().sum() + self.cover.sum()
-        return float(squares) - self.floor * self.plus.size(1)
-
-    def matrix(self) -> Tensor:
-        """Its matrix."""
-        plus = self.plus
-        return self.times(torch.eye(plus.size(1), dtype=plus.dtype, device=plus.device))
-
-
-@dataclass(frozen=True)
-class JointChange:
-    """The sum of the replicas' changes: of a short axis a matrix, of a long one its products.
-
-    Attributes:
-        own: The change by this replica's points.
-        dense: The sum of all, for a short axis; else None.
-        replicas: The replicas.
-    """
-
-    own: Change
-    dense: Tensor | None
-    replicas: Replicas
-
-    def times(self, x: Tensor) -> Tensor:
-        """The change applied to columns."""
-        if self.dense is not None:
-            return self.dense @ x
-        return self.replicas.sum([self.own.times(x)])[0]
-
-    def trace(self) -> float:
-        """Its trace."""
-        if self.dense is not None:
-            return float(self.dense.trace())
-        mine = torch.tensor([self.own.trace()], dtype=torch.float64)
-        return float(self.replicas.sum([mine])[0])
-
-    def matrix(self) -> Tensor:
-        """Its matrix."""
-        assert self.dense is not None
-        return self.dense
-
-
-def joint_changes(changes: Sequence[Change], replicas: Replicas) -> Sequence[Change | JointChange]:
-    """The sums of the replicas' changes; one message for all short axes, by their triangles."""
-    if not replicas.several:
-        return changes
-    short = [c for c in changes if c.plus.size(1) <= DENSE]
-    places = [
-        torch.triu_indices(c.plus.size(1), c.plus.size(1), device=c.plus.device) for c in short
-    ]
-    halves = [c.matrix()[a, b] for c, (a, b) in zip(short, places, strict=True)]
-    sums = iter(zip(places, replicas.sum(halves), strict=True))
-    found = []
-    for change in changes:
-        dense, size = None, change.plus.size(1)
-        if size <= DENSE:
-            (a, b), half = next(sums)
-            dense = half.new_zeros(size, size)
-            dense[a, b] = half
-            dense[b, a] = half
-        found.append(JointChange(change, dense, replicas))
-    return found
-
-
 def signed(vectors: Tensor) -> Tensor:
     """The columns, each with its largest entry positive (the first, if several are equal).
 
@@ -263,96 +173,6 @@ def signed(vectors: Tensor) -> Tensor:
     alike = sizes >= (1 - 1e-6) * sizes.amax(0)
     largest = vectors.gather(0, alike.int().argmax(0, keepdim=True))  # argmax: the first
     return torch.where(largest < 0, -vectors, vectors).contiguous()
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A second moment over one axis: a matrix, or the leading eigenpairs of a large one."""
-
-    matrix: Tensor | None
-    vectors: Tensor
-    values: Tensor
-    trace: float
-
-    @classmethod
-    def empty(cls, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Factor:
-        """A moment without data."""
-        none = torch.zeros(size, 0, dtype=dtype, device=device)
-        matrix = none.new_zeros(size, size) if size <= DENSE else None
-        return cls(matrix, none, none[0], 0.0)
-
-    @property
-    def size(self) -> int:
-        """Entries of the axis."""
-        return len(self.vectors)
-
-    def updated(self, keep: float, change: Change | JointChange, step: int) -> Factor:
-        """The old moment times ``keep``, plus the change."""
-        if self.matrix is not None:
-            return Factor(keep * self.matrix + change.matrix(), self.vectors, self.values, 0)
-        fresh = fill("gaussian", (self.size, step), self.vectors.new_empty(self.size, FRESH))
-
-        def times(x: Tensor) -> Tensor:
-            return keep * (self.vectors * self.values) @ (self.vectors.T @ x) + change.times(x)
-
-        # One step of subspace iteration from the known and a few random directions.
-        start = torch.cat([self.vectors, fresh], 1)
-        basis = torch.linalg.qr(times(torch.linalg.qr(times(start)).Q)).Q
-        values, turn = torch.linalg.eigh(basis.T @ times(basis))
-        vectors = signed((basis @ turn).flip(1)[:, :SKETCH])
-        return Factor(
-            None,
-            vectors,
-            values.flip(0)[:SKETCH].clamp(min=0),
-            keep * self.trace + change.trace(),
-        )
-
-    def eigenpairs(self) -> tuple[Tensor, Tensor, float]:
-        """Eigenvectors, eigenvalues, and the mean eigenvalue of the other directions."""
-        if self.matrix is not None:
-            values, vectors = torch.linalg.eigh(self.matrix)
-            return signed(vectors), values.clamp(min=0), 0.0
-        rest = max(0.0, self.trace - float(self.values.sum()))
-        return self.vectors, self.values, rest / (self.vectors.size(0) - self.vectors.size(1))
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Both moments of a site; only channels if positions are not aligned."""
-
-    positions: Factor | None
-    channels: Factor
-
-    @classmethod
-    def empty(cls, g: Grid, dtype: torch.dtype, device: torch.device = CPU) -> Moments:
-        """Moments without data."""
-        positions = Factor.empty(g.positions, dtype, device) if g.aligned else None
-        return cls(positions, Factor.empty(g.channels, dtype, device))
-
-    def to_memory(self) -> dict[str, Any]:
-        """Plain values, for `state_dict`."""
-        return {n: None if f is None else dict(vars(f)) for n, f in vars(self).items()}
-
-    @classmethod
-    def from_memory(
-        cls, kept: Mapping[str, Any], dtype: torch.dtype, device: torch.device = CPU
-    ) -> Moments:
-        """Restore from `to_memory`, in this precision and on this device."""
-
-        def factor(saved: Mapping[str, Any] | None) -> Factor | None:
-            if saved is None:
-                return None
-            matrix, vectors, values = (saved[n] for n in ("matrix", "vectors", "values"))
-            return Factor(
-                None if matrix is None else matrix.to(device, dtype),
-                vectors.to(device, dtype),
-                values.to(device, dtype),
-                float(saved["trace"]),
-            )
-
-        channels = factor(kept["channels"])
-        assert channels is not None
-        return cls(factor(kept["positions"]), channels)
 
 
 @dataclass(frozen=True)
@@ -439,35 +259,3 @@ def _along(matrix: Tensor, rows: Tensor) -> Tensor:
         return matrix @ rows
     flat = rows.transpose(1, 2).reshape(-1, positions) @ matrix.T
     return flat.view(n, channels, -1).transpose(1, 2)
-
-
-def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Basis:
-    """The most energetic directions of all sites: at least ``LEADING``, and ``most``."""
-    us, vs, energies, total = [], [], [], 0.0
-    dimensions = grids[-1].offset + grids[-1].size
-    for g, m in zip(grids, moments, strict=True):
-        v, across, rest = m.channels.eigenpairs()
-        total += float(across.sum()) + rest * (g.channels - len(across))
-        if m.positions is None:  # all positions equal
-            u = torch.eye(g.positions, dtype=v.dtype, device=v.device)
-            along = v.new_full((g.positions,), 1 / g.positions)
-        else:
-            u, along, rest = m.positions.eigenpairs()
-            along = along / max(float(along.sum()) + rest * (g.positions - len(along)), 1e-30)
-        us.append(u)
-        vs.append(v)
-        energies.append((along.unsqueeze(1) * across).flatten())
-    every = torch.cat(energies)
-    every = every / total if total > 0 else torch.full_like(every, 1 / dimensions)
-    size = min(len(every), max(most, LEADING))
-    energy, order = every.sort(descending=True, stable=True)
-    order, energy = order[:size], energy[:size]
-    starts = torch.tensor([0, *(len(e) for e in energies)]).cumsum(0).to(order.device)
-    site = torch.bucketize(order, starts[1:], right=True)
-    place = order - starts[site]
-    width = torch.tensor([v.size(1) for v in vs]).to(order.device)[site]
-    others = dimensions - size
-    rest = max(0.0, 1 - float(energy.sum())) / others if others else 0.0
-    return Basis(
-        tuple(grids), tuple(us), tuple(vs), site, place // width, place % width, energy, rest
-    )

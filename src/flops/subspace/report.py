@@ -1,8 +1,10 @@
-"""Reports of shaped noise: the share of the gradient that its directions explain."""
+"""Results of shaped noise: error of the estimate, and the share that its directions explain."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,22 @@ class ShapingReport:
     predicted: float = 0.0
     reliability: float = 0.0
     withheld: bool = False
+
+
+@dataclass(frozen=True)
+class ShapedEstimate:
+    """Energy and error of each point's delta.
+
+    Attributes:
+        energy: Estimated squared norm of the gradient at the noise, shape (B,).
+        error: Estimated squared error of its estimate, shape (B,).
+        dimensions: Noise values of a row.
+        report: Summary.
+        left: Expected error over energy with 0, 1, 2, ... queries per point.
+    """
+
+    energy: Tensor
+    error: Tensor
+    dimensions: int
+    report: ShapingReport
+    left: tuple[float, ...] = ()

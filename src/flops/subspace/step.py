@@ -3,15 +3,15 @@
 The first draws of a point are isotropic and explore outside of the basis; the others measure the
 directions with the most expected energy, one each, so that the directional derivative is the
 coordinate. Together they give the estimate (`flops.subspace.regression`), the explained variance,
-and the second moments for the basis of the next step (`flops.subspace.basis`). The first steps are
-isotropic.
+and the second moments for the basis of the next step (`flops.subspace.moments`). The first steps
+are isotropic.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,21 +19,23 @@ from torch import Tensor
 
 from flops.passes.loss_view import LossView
 from flops.passes.ranks import Replicas
-from flops.subspace.basis import Moments, Space, leading
+from flops.subspace.basis import Space
 from flops.subspace.config import Shaping
 from flops.subspace.design import Design, needed, real_directions
-from flops.subspace.learning import learn
 from flops.subspace.mean_jacobian import MeanJacobian
 from flops.subspace.measurements import Measurements
-from flops.subspace.regression import Regression, better_ridge, regress
-from flops.subspace.report import ShapingReport, SiteReport
-from flops.subspace.sums import (
+from flops.subspace.moments import Moments, kept_moments, leading, learn
+from flops.subspace.regression import (
+    Regression,
     StepSums,
+    better_ridge,
     coherence,
     correction_noise,
     explained_by_site,
     explained_variance,
+    regress,
 )
+from flops.subspace.report import ShapedEstimate, ShapingReport, SiteReport
 
 TUNE = 4  # steps between searches for a better ridge
 AVERAGE = 0.9  # decay of running averages
@@ -47,25 +49,6 @@ FALL = 0.7  # drop of explained variance, relative to its best, that discounts t
 
 Decide = Callable[[str, Any], Any]
 """Called with name and value of each discrete decision; returns the value to use."""
-
-
-@dataclass(frozen=True)
-class ShapedEstimate:
-    """Energy and error of each point's delta.
-
-    Attributes:
-        energy: Estimated squared norm of the gradient at the noise, shape (B,).
-        error: Estimated squared error of its estimate, shape (B,).
-        dimensions: Noise values of a row.
-        report: Summary.
-        left: Expected error over energy with 0, 1, 2, ... queries per point.
-    """
-
-    energy: Tensor
-    error: Tensor
-    dimensions: int
-    report: ShapingReport
-    left: tuple[float, ...] = ()
 
 
 def exploration(shaping: Shaping, explained: float) -> float:
@@ -142,7 +125,7 @@ class ShapedStep:
         self.space, self._shaping, self._memory, self._losses = space, shaping, memory, losses
         self._steps = int(memory.get("shaped_steps", 0))
         self._explained = float(memory.get("explained_variance", 0.0))
-        self._moments = _moments(memory.get("moments", ()), space)
+        self._moments = kept_moments(memory.get("moments", ()), space)
         draws = counts // space.unit
         share = exploration(shaping, self._explained)
         # At least one of each kind, if there are two draws.
@@ -393,20 +376,6 @@ class ShapedStep:
 def full_precision(device: torch.device) -> torch.autocast:
     """Disables the user's autocast, which only the queries use."""
     return torch.autocast(device.type, enabled=False)
-
-
-def _moments(kept: Sequence[Any], space: Space) -> list[Moments]:
-    """Moments so far; a site whose positions are no longer aligned keeps its channels."""
-    found = [Moments.empty(g, space.dtype, space.device) for g in space.grids]
-    if len(kept) != len(found):
-        return found
-    for s, (g, saved) in enumerate(zip(space.grids, kept, strict=True)):
-        m = Moments.from_memory(saved, space.dtype, space.device)
-        m = m if g.aligned else Moments(None, m.channels)
-        along = m.positions is None or m.positions.size == g.positions
-        if m.channels.size == g.channels and along:
-            found[s] = m
-    return found
 
 
 def _running(old: float, new: float) -> float:

@@ -1,0 +1,398 @@
+"""Second moments of a site's gradients: what they are, how they are learned, and their basis.
+
+Two small matrices describe a site's gradient G, positions x channels: M_T = E[G G^T] over positions
+(tokens, pixels) and M_D = E[G^T G] over channels. They are learned after a step, from losses or
+from all outputs, from estimates G = inside + outside: measured coordinates are exact, and the part
+from isotropic queries has a known noise floor, which is subtracted. An axis of more than 2,048
+entries keeps only its leading eigenpairs and its trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flops.passes.ranks import Replicas
+from flops.perturb.noise import CPU, fill
+from flops.subspace.basis import Basis, Grid, Space, signed
+from flops.subspace.measurements import Features, Measurements
+from flops.subspace.regression import Regression
+
+DENSE = 2048  # longest axis with a full matrix
+SKETCH = 128  # eigenpairs of a longer one
+FRESH = 16  # random directions added to a sketch
+LEADING = 256  # minimum of directions with their own energy; the others share the rest
+ROOM = 1 << 22  # values of all gradients that the moments learn from, if there are several a point
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change of a moment in a step: plus^T plus - minus^T minus - floor I + V diag(cover) V^T."""
+
+    plus: Tensor
+    minus: Tensor
+    floor: float
+    vectors: Tensor
+    cover: Tensor
+
+    def times(self, x: Tensor) -> Tensor:
+        """The change applied to columns, without forming its matrix."""
+        grown = self.plus.T @ (self.plus @ x) - self.minus.T @ (self.minus @ x)
+        return grown - self.floor * x + (self.vectors * self.cover) @ (self.vectors.T @ x)
+
+    def trace(self) -> float:
+        """Its trace."""
+        squares = self.plus.square().sum() - self.minus.square().sum() + self.cover.sum()
+        return float(squares) - self.floor * self.plus.size(1)
+
+    def matrix(self) -> Tensor:
+        """Its matrix."""
+        plus = self.plus
+        return self.times(torch.eye(plus.size(1), dtype=plus.dtype, device=plus.device))
+
+
+@dataclass(frozen=True)
+class JointChange:
+    """The sum of the replicas' changes: of a short axis a matrix, of a long one its products.
+
+    Attributes:
+        own: The change by this replica's points.
+        dense: The sum of all, for a short axis; else None.
+        replicas: The replicas.
+    """
+
+    own: Change
+    dense: Tensor | None
+    replicas: Replicas
+
+    def times(self, x: Tensor) -> Tensor:
+        """The change applied to columns."""
+        if self.dense is not None:
+            return self.dense @ x
+        return self.replicas.sum([self.own.times(x)])[0]
+
+    def trace(self) -> float:
+        """Its trace."""
+        if self.dense is not None:
+            return float(self.dense.trace())
+        mine = torch.tensor([self.own.trace()], dtype=torch.float64)
+        return float(self.replicas.sum([mine])[0])
+
+    def matrix(self) -> Tensor:
+        """Its matrix."""
+        assert self.dense is not None
+        return self.dense
+
+
+def joint_changes(changes: Sequence[Change], replicas: Replicas) -> Sequence[Change | JointChange]:
+    """The sums of the replicas' changes; one message for all short axes, by their triangles."""
+    if not replicas.several:
+        return changes
+    short = [c for c in changes if c.plus.size(1) <= DENSE]
+    places = [
+        torch.triu_indices(c.plus.size(1), c.plus.size(1), device=c.plus.device) for c in short
+    ]
+    halves = [c.matrix()[a, b] for c, (a, b) in zip(short, places, strict=True)]
+    sums = iter(zip(places, replicas.sum(halves), strict=True))
+    found = []
+    for change in changes:
+        dense, size = None, change.plus.size(1)
+        if size <= DENSE:
+            (a, b), half = next(sums)
+            dense = half.new_zeros(size, size)
+            dense[a, b] = half
+            dense[b, a] = half
+        found.append(JointChange(change, dense, replicas))
+    return found
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A second moment over one axis: a matrix, or the leading eigenpairs of a large one."""
+
+    matrix: Tensor | None
+    vectors: Tensor
+    values: Tensor
+    trace: float
+
+    @classmethod
+    def empty(cls, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Factor:
+        """A moment without data."""
+        none = torch.zeros(size, 0, dtype=dtype, device=device)
+        matrix = none.new_zeros(size, size) if size <= DENSE else None
+        return cls(matrix, none, none[0], 0.0)
+
+    @property
+    def size(self) -> int:
+        """Entries of the axis."""
+        return len(self.vectors)
+
+    def updated(self, keep: float, change: Change | JointChange, step: int) -> Factor:
+        """The old moment times ``keep``, plus the change."""
+        if self.matrix is not None:
+            return Factor(keep * self.matrix + change.matrix(), self.vectors, self.values, 0)
+        fresh = fill("gaussian", (self.size, step), self.vectors.new_empty(self.size, FRESH))
+
+        def times(x: Tensor) -> Tensor:
+            return keep * (self.vectors * self.values) @ (self.vectors.T @ x) + change.times(x)
+
+        # One step of subspace iteration from the known and a few random directions.
+        start = torch.cat([self.vectors, fresh], 1)
+        basis = torch.linalg.qr(times(torch.linalg.qr(times(start)).Q)).Q
+        values, turn = torch.linalg.eigh(basis.T @ times(basis))
+        vectors = signed((basis @ turn).flip(1)[:, :SKETCH])
+        return Factor(
+            None,
+            vectors,
+            values.flip(0)[:SKETCH].clamp(min=0),
+            keep * self.trace + change.trace(),
+        )
+
+    def eigenpairs(self) -> tuple[Tensor, Tensor, float]:
+        """Eigenvectors, eigenvalues, and the mean eigenvalue of the other directions."""
+        if self.matrix is not None:
+            values, vectors = torch.linalg.eigh(self.matrix)
+            return signed(vectors), values.clamp(min=0), 0.0
+        rest = max(0.0, self.trace - float(self.values.sum()))
+        return self.vectors, self.values, rest / (self.vectors.size(0) - self.vectors.size(1))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Both moments of a site; only channels if positions are not aligned."""
+
+    positions: Factor | None
+    channels: Factor
+
+    @classmethod
+    def empty(cls, g: Grid, dtype: torch.dtype, device: torch.device = CPU) -> Moments:
+        """Moments without data."""
+        positions = Factor.empty(g.positions, dtype, device) if g.aligned else None
+        return cls(positions, Factor.empty(g.channels, dtype, device))
+
+    def to_memory(self) -> dict[str, Any]:
+        """Plain values, for `state_dict`."""
+        return {n: None if f is None else dict(vars(f)) for n, f in vars(self).items()}
+
+    @classmethod
+    def from_memory(
+        cls, kept: Mapping[str, Any], dtype: torch.dtype, device: torch.device = CPU
+    ) -> Moments:
+        """Restore from `to_memory`, in this precision and on this device."""
+
+        def factor(saved: Mapping[str, Any] | None) -> Factor | None:
+            if saved is None:
+                return None
+            matrix, vectors, values = (saved[n] for n in ("matrix", "vectors", "values"))
+            return Factor(
+                None if matrix is None else matrix.to(device, dtype),
+                vectors.to(device, dtype),
+                values.to(device, dtype),
+                float(saved["trace"]),
+            )
+
+        channels = factor(kept["channels"])
+        assert channels is not None
+        return cls(factor(kept["positions"]), channels)
+
+
+def kept_moments(kept: Sequence[Any], space: Space) -> list[Moments]:
+    """Moments so far; a site whose positions are no longer aligned keeps its channels."""
+    found = [Moments.empty(g, space.dtype, space.device) for g in space.grids]
+    if len(kept) != len(found):
+        return found
+    for s, (g, saved) in enumerate(zip(space.grids, kept, strict=True)):
+        m = Moments.from_memory(saved, space.dtype, space.device)
+        m = m if g.aligned else Moments(None, m.channels)
+        along = m.positions is None or m.positions.size == g.positions
+        if m.channels.size == g.channels and along:
+            found[s] = m
+    return found
+
+
+def leading(grids: Sequence[Grid], moments: Sequence[Moments], most: int) -> Basis:
+    """The most energetic directions of all sites: at least ``LEADING``, and ``most``."""
+    us, vs, energies, total = [], [], [], 0.0
+    dimensions = grids[-1].offset + grids[-1].size
+    for g, m in zip(grids, moments, strict=True):
+        v, across, rest = m.channels.eigenpairs()
+        total += float(across.sum()) + rest * (g.channels - len(across))
+        if m.positions is None:  # all positions equal
+            u = torch.eye(g.positions, dtype=v.dtype, device=v.device)
+            along = v.new_full((g.positions,), 1 / g.positions)
+        else:
+            u, along, rest = m.positions.eigenpairs()
+            along = along / max(float(along.sum()) + rest * (g.positions - len(along)), 1e-30)
+        us.append(u)
+        vs.append(v)
+        energies.append((along.unsqueeze(1) * across).flatten())
+    every = torch.cat(energies)
+    every = every / total if total > 0 else torch.full_like(every, 1 / dimensions)
+    size = min(len(every), max(most, LEADING))
+    energy, order = every.sort(descending=True, stable=True)
+    order, energy = order[:size], energy[:size]
+    starts = torch.tensor([0, *(len(e) for e in energies)]).cumsum(0).to(order.device)
+    site = torch.bucketize(order, starts[1:], right=True)
+    place = order - starts[site]
+    width = torch.tensor([v.size(1) for v in vs]).to(order.device)[site]
+    others = dimensions - size
+    rest = max(0.0, 1 - float(energy.sum())) / others if others else 0.0
+    return Basis(
+        tuple(grids), tuple(us), tuple(vs), site, place // width, place % width, energy, rest
+    )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the moments learn from: P gradients, of losses or in directions of the outputs.
+
+    Attributes:
+        inside: Their measured part, shape (P, dimensions).
+        outside: Isotropic estimate of the rest, shape (P, dimensions).
+        missed: Mean squared residual after the measured part, shape (P,).
+        energy: Energy of the gradients of the same point, shape (P,).
+        point: Point of each.
+        n: Isotropic draws of each.
+    """
+
+    inside: Tensor
+    outside: Tensor
+    missed: Tensor
+    energy: Tensor
+    point: Tensor
+    n: Tensor
+
+
+def _of_losses(measurements: Measurements, found: Regression) -> Seen:
+    """The gradient of every point's loss."""
+    point = torch.arange(len(found.missed), device=found.missed.device)
+    n = measurements.iso.clamp(min=1).to(found.missed)
+    return Seen(found.inside, found.outside, found.missed, found.energy, point, n)
+
+
+def _of_features(measurements: Measurements, features: Features) -> Seen:
+    """What the gradient of every point would be for the residuals of others."""
+    known, space, u = measurements.known, measurements.space, measurements.predicted
+    w, c, a = (x @ features.roots.T for x in (features.w, features.c, features.a))
+    size, more = len(w), w.size(2)
+    outside = w.new_zeros(size, more, space.dimensions)
+    missed = w.new_zeros(size, more)
+    for points, real, whole in measurements.blocks():
+        seen = whole if space.mask is None else whole * space.mask[points].unsqueeze(1)
+        e = known.coordinates(seen.flatten(0, 1)).view(*real.shape, -1)
+        derivatives = torch.where(real.unsqueeze(2), w[points, : real.size(1)], 0.0)
+        r = derivatives - e @ c[points]
+        if u is not None:
+            r = r - (seen @ u[points].unsqueeze(2)) * a[points].unsqueeze(1)
+        r = torch.where(real.unsqueeze(2), r, 0.0).transpose(1, 2)  # (b, q, n)
+        in_e = (r @ e) * measurements.measured[points].unsqueeze(1)
+        outside[points] = r @ seen - known.lift(in_e.flatten(0, 1)).view(len(points), more, -1)
+        missed[points] = r.square().sum(2)
+    n = measurements.fitted.clamp(min=1).to(missed).unsqueeze(1)
+    outside, missed = outside / n.unsqueeze(2), missed / n
+    inside = known.lift(c.transpose(1, 2).flatten(0, 1)).view_as(outside)
+    if u is not None:
+        inside = inside + a.unsqueeze(2) * u.unsqueeze(1)
+    energy = inside.square().sum((1, 2)) + missed.sum(1)
+    point = torch.arange(size, device=w.device).repeat_interleave(more)
+    return Seen(
+        inside.flatten(0, 1),
+        outside.flatten(0, 1),
+        missed.flatten(),
+        energy[point],
+        point,
+        n.squeeze(1)[point],
+    )
+
+
+def learn(
+    measurements: Measurements,
+    found: Regression,
+    moments: Sequence[Moments],
+    keep: float,
+    step: int,
+    losses: Tensor,
+    replicas: Replicas | None = None,
+) -> list[Moments]:
+    """The moments after this step.
+
+    Points are weighted by inverse variance: the noise of a point's outer product is about its
+    energy over its number n of isotropic queries. For Gaussian z,
+    E[out out^T] = (1 + 1/n) g g^T + |g|^2 / n I in the unmeasured directions.
+
+    With outputs, g is replaced by the gradients that the point would have for the residuals of the
+    batch: their second moment is J^T R J, with R that of the residuals.
+
+    The change is a sum over the points, to which all replicas add theirs.
+    """
+    changes = _changes(measurements, found, moments, losses)
+    updates: Iterator[Change | JointChange] = iter(changes)
+    if replicas is not None:
+        updates = iter(joint_changes(changes, replicas))
+    learned = []
+    for m in moments:
+        positions = m.positions
+        if positions is not None:
+            positions = positions.updated(keep, next(updates), step)
+        learned.append(Moments(positions, m.channels.updated(keep, next(updates), step)))
+    return learned
+
+
+def _changes(
+    measurements: Measurements, found: Regression, moments: Sequence[Moments], losses: Tensor
+) -> list[Change]:
+    """Changes of all moments by these points: of each site's positions, if any, and channels."""
+    space, known = measurements.space, measurements.known
+    features = measurements.features
+    most = ROOM // (space.size * space.dimensions)  # directions of residuals
+    if features is None or most < min(2, len(features.roots)):
+        seen = _of_losses(measurements, found)
+        resolution = torch.finfo(losses.dtype).eps * float(losses.abs().max()) / space.sigma
+    else:
+        seen = _of_features(measurements, replace(features, roots=features.roots[:most]))
+        resolution = features.resolution
+    n, audible = seen.n, seen.energy > (10 * resolution) ** 2
+    live = audible & (measurements.iso > 0).to(space.device)[seen.point]
+    weight = torch.where(live, n.square() / torch.where(live, seen.energy, 1.0), 0.0)
+    over = 1 / (n + 1)
+    plus = (seen.inside + seen.outside) * weight.sqrt().unsqueeze(1)
+    minus = seen.outside * (weight * over).sqrt().unsqueeze(1)
+    floor = weight * (1 - over) * seen.missed / n
+    cover = (floor.unsqueeze(1) * measurements.measured[seen.point]).sum(0)
+    changes = []
+    for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
+        mine = torch.nonzero(known.site == s).flatten()
+        used = torch.full_like(floor, g.positions)
+        if not g.aligned and space.mask is not None:
+            used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)[seen.point]
+        over_channels = _change(
+            g.cut(plus).flatten(0, 1),
+            g.cut(minus).flatten(0, 1),
+            float((floor * used).sum()),
+            known.channels[s],
+            known.column[mine],
+            cover[mine],
+        )
+        if m.positions is not None:
+            over_positions = _change(
+                g.cut(plus).transpose(1, 2).flatten(0, 1),
+                g.cut(minus).transpose(1, 2).flatten(0, 1),
+                float(floor.sum()) * g.channels,
+                known.positions[s],
+                known.row[mine],
+                cover[mine],
+            )
+            changes.append(over_positions)
+        changes.append(over_channels)
+    return changes
+
+
+def _change(
+    plus: Tensor, minus: Tensor, floor: float, vectors: Tensor, number: Tensor, cover: Tensor
+) -> Change:
+    summed = plus.new_zeros(vectors.size(1)).index_add_(0, number, cover)
+    return Change(plus, minus, floor, vectors, summed)
