@@ -1,8 +1,8 @@
 """One step: queries of all groups at the same parameters, then the gradients.
 
-Phase 1: clean pass, allocation (`flops.engine.group_step`), and the queries of all groups. Every
-group plans rows; they run chunk by chunk, anywhere; and ranks synchronise once per round. Nothing
-is written.
+Phase 1: clean pass (`flops.engine.clean_pass`), allocation (`flops.engine.group_step`), and the
+queries of all groups. Every group plans rows; they run chunk by chunk, anywhere; and ranks
+synchronise once per round. Nothing is written.
 Phase 2: gradients, group by group and parameter by parameter (`flops.engine.gradients`).
 """
 
@@ -25,7 +25,7 @@ from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, gathered, o
 from flops.estimators.base import Perturbation, Plan, Queries, RowResults, Rows
 from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
-from flops.passes.loss_view import LossView, loss_view
+from flops.passes.loss_view import LossView
 from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes
 
@@ -81,36 +81,6 @@ class Session:
         return LocalRunner(
             self.passes, self.record, size, self.chunk, cost, self.ranks, self.replicas
         )
-
-
-def clean_pass(
-    passes: Passes,
-    layout: Layout,
-    reads: bool,
-    ranks: Ranks,
-    check: Callable[[], None],
-    view: bool,
-) -> tuple[Tensor, dict[int, list[Any]], LossView | None]:
-    """Losses, recorded calls and the loss's view of the clean pass.
-
-    Args:
-        passes: Passes over the batch.
-        layout: Its layout.
-        reads: Whether anything reads the clean pass; else there is none, and losses are NaN.
-        ranks: Ranks that share the rows; all get the losses of the first.
-        check: Raises if the pass was random.
-        view: Whether estimators read what the loss reads of the outputs.
-    """
-    if not reads:
-        dtype = layout.structure.losses.dtype
-        return torch.full((passes.batch.size,), torch.nan, dtype=dtype), {}, None
-    seen: list[Any] = []
-    see = (lambda *outputs: seen.extend(outputs)) if view else None
-    losses, record = passes.clean(layout.needed, layout.embedding, see=see)
-    check()
-    losses = ranks.broadcast(losses)
-    check_finite(losses, "the clean pass")
-    return losses, dict(record), loss_view(passes.batch, *seen) if seen else None
 
 
 @dataclass(frozen=True)
