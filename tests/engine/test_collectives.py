@@ -64,8 +64,8 @@ def test_ranks_share_the_clean_pass_if_it_takes_longer_than_to_send_it(
     name: str, found: list[dict[str, Any]]
 ) -> None:
     for one in found:
-        # Local passes are counted, too; the clean pass of 6 points is that of 3 on each rank.
-        assert one[f"wide {name}"]["rows without noise"] == one[name]["rows without noise"] - 3
+        assert one[f"wide {name}"]["clean rows"] == 3  # of 6 points
+        assert one[name]["clean rows"] == 6
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -73,11 +73,11 @@ class Words(nn.Module):
         self.table = nn.Embedding(7, 4)
         self.early = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 5))
         self.late = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3))
-        self.rows_without_noise = 0
+        self.before_queries, self.queried = 0, False  # rows of a step
 
     def forward(self, words: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self.rows_without_noise += len(words)
+        self.queried |= torch.is_inference_mode_enabled()
+        self.before_queries += 0 if self.queried else len(words)
         out: Tensor = self.late(self.early(self.table(words)).mean(1))
         return out
 
@@ -112,13 +112,13 @@ def train(name: str, size: int = 6, group: Any = "auto") -> dict[str, Any]:
     for step in range(STEPS):
         words, targets, index = batch(step, size)
         optimizer.zero_grad()
-        model.rows_without_noise = 0
+        model.before_queries, model.queried = 0, False
         report = fg.estimate(words, targets, index=index)
         cost = report.forward_equivalents.parts()
         counts = {n: c.tolist() for n, c in report.counts.items()}
         found["reports"].append((report.loss, report.queries, cost, counts, dict(report.snr)))
         optimizer.step()
-    found["sent"], found["rows without noise"] = ranks.sent / STEPS, model.rows_without_noise
+    found["sent"], found["clean rows"] = ranks.sent / STEPS, model.before_queries
     found["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
     found["gradients"] = torch.cat(
         [p.grad.flatten() for p in model.parameters() if p.grad is not None]
