@@ -68,7 +68,7 @@ def test_as_many_orthogonal_directions_as_parameters_give_the_gradient_exactly()
     ],
     ids=str,
 )
-@pytest.mark.parametrize("objective", [linear, quadratic])
+@pytest.mark.parametrize("objective", [pytest.param(linear, marks=pytest.mark.slow), quadratic])
 def test_the_mean_of_the_first_step_is_the_gradient(estimator, queries, objective) -> None:
     # Of a quadratic the smoothed gradient is the gradient.
     draws = [first(objective, estimator, queries, seed) for seed in range(32)]

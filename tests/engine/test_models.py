@@ -145,7 +145,12 @@ def test_automatic_groups_point_to_the_gradient(name: str) -> None:
     assert product / size == pytest.approx(1, abs=0.25)
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = ("vit", "llama tied", "cnn", "lstm")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in CASES]
+)
 def test_defaults_point_to_the_gradient(name: str) -> None:
     case = CASES[name]()
     truth = case.exact()

@@ -14,6 +14,8 @@ from flops.diagnostics.traces import spend_counts
 from tests.conftest import gradients
 from tests.support.targets import ESTIMATORS, check, summed
 
+SLOW = pytest.mark.slow
+
 
 class Tied(nn.Module):
     def __init__(self, functional: bool = False) -> None:
@@ -137,8 +139,10 @@ class PaddedTied(nn.Module):
         return F.linear(h, self.table if self.other == "of the root" else self.embed.weight)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("whole", "shared"),
+    [(True, True), (False, False), *(pytest.param(w, not w, marks=SLOW) for w in (True, False))],
+)
 @pytest.mark.parametrize("other", ["none", "head", "functional", "of the root"])
 def test_padding_learns_from_what_is_no_lookup(other: str, whole: bool, shared: bool) -> None:
     model, ids = PaddedTied(other).double(), torch.tensor([[2, 1], [2, 2], [0, 2]])

@@ -206,8 +206,10 @@ class Case:
         return found
 
 
+# Every estimator and every model; the other pairs, whose many draws take half a minute, are slow.
+FAST = {*(("mlp", e) for e in ESTIMATORS), ("norms", "es"), ("cnn", "leaf"), ("tokens", "leaf")}
 CASES = [
-    (model, estimator)
+    pytest.param(model, estimator, marks=[] if (model, estimator) in FAST else pytest.mark.slow)
     for model in MODELS
     for estimator in ESTIMATORS
     # A block has one factor for all points, which rows of padding do not have.

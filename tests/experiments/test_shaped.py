@@ -81,7 +81,12 @@ def test_the_best_rate_is_chosen_by_validation() -> None:
     assert shaped_tables.best_rates(sweep) == {"a": 0.3, "b": 0.1}
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+QUICK = ("mlp", "abrupt change")
+
+
+@pytest.mark.parametrize(
+    "problem", [pytest.param(p, marks=[] if p in QUICK else pytest.mark.slow) for p in PROBLEMS]
+)
 def test_both_arms_of_a_problem(problem: str) -> None:
     state = torch.get_rng_state()
     found = compare(Comparison(problem, queries=4, steps=6))

@@ -60,10 +60,15 @@ def run(how: str, parallel: str) -> str:
     ("how", "parallel", "reason"),
     [
         ("raises", "data", "process 1 failed: ZeroDivisionError: of my own making"),
-        ("raises", "query", "process 1 failed: ZeroDivisionError: of my own making"),
-        ("nan", "data", "process 1 failed: NonFiniteLossError: "),
         ("dies", "data", "process 0 of 2 did not receive a message from the other ranks"),
-        ("stops", "data", "process 1 failed: no sign of life for 6 s: it was stopped or cut off"),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in (
+                ("raises", "query", "process 1 failed: ZeroDivisionError: of my own making"),
+                ("nan", "data", "process 1 failed: NonFiniteLossError: "),
+                ("stops", "data", "process 1 failed: no sign of life for 6 s: it was stopped"),
+            )
+        ),
     ],
 )
 def test_the_others_say_which_failed_and_why(how: str, parallel: str, reason: str) -> None:
