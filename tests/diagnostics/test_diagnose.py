@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flops import SPSA, Exact, Group, LikelihoodRatio, diagnose
 from flops.allocators import Equal, Gaussian
 from flops.cli.main import main
+from flops.diagnostics.diagnose import AllocatorRow, Diagnosis
 from flops.diagnostics.table import diagnosis_tables
 from flops.experiments.theorem import ClosedFormProblem, theorem1, theorem2
 from tests.conftest import squared
@@ -74,6 +75,14 @@ def test_the_recommended_sigma_is_on_the_plateau() -> None:
     assert by_sigma[1.0].change > 3 * by_sigma[sigma].change  # curvature
     units = [row.rounding_units for row in found.sigmas]
     assert units == sorted(units)
+
+
+def test_large_ratios_leave_the_table_within_a_terminal() -> None:
+    """Shaped noise on the last layer has almost no noise: signal-to-noise ratios of 1e9."""
+    row = AllocatorRow("blocks-2", "bernoulli", 1.0, 0.0, 1.08, 0.95, 1065693668.067, 17.0, 3.54)
+    shown = str(Diagnosis(1.1, [row], []))
+    assert "1.066e+09" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_without_an_exact_gradient_the_cosine_is_nan() -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from flops.cli.main import main
-from flops.experiments.compare_curves import levels, mean_curves, plot
+from flops.experiments.compare_curves import Panel, levels, mean_curves, numbered, plot
 from flops.experiments.compare_report import ComparisonResults
 from flops.experiments.compare_sweep import Chosen, Tried
 from flops.experiments.report_pages import page_of
@@ -74,14 +74,20 @@ def test_curves_are_means_over_seeds() -> None:
     assert found["shaped-lr"].low == pytest.approx((50, 92))
     assert found["shaped-lr"].high == pytest.approx((70, 94))
     lines = levels({**RESULTS, "zero-shot": [seed(0.2)]}, 0.1)
-    assert list(lines) == ["chance, 10%", "before training, 20%", "backpropagation at the end, 96%"]
+    assert list(lines) == ["chance", "before training", "backpropagation at the end"]
     assert list(lines.values()) == pytest.approx([10, 20, 96])
+    assert list(numbered(lines))[1:] == ["before training, 20%", "backpropagation at the end, 96%"]
 
 
 def test_the_picture_of_a_comparison(tmp_path: Path) -> None:
-    plot(tmp_path / "accuracy.png", {**RESULTS, "zero-shot": [seed(0.2)]}, FOUND.title, 0.1)
-    with Image.open(tmp_path / "accuracy.png") as image:
+    path, results = tmp_path / "accuracy.png", {**RESULTS, "zero-shot": [seed(0.2)]}
+    plot(path, Panel(FOUND.title, results, 0.1))
+    with Image.open(path) as image:
         assert image.width >= 900
+        alone = image.width
+    plot(path, Panel("one", results, 0.1), Panel("other", RESULTS))
+    with Image.open(path) as image:
+        assert image.width > 1.3 * alone
 
 
 def test_a_comparison_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

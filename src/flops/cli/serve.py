@@ -45,14 +45,16 @@ class Serve(ServeConfig):
         from flops.serve.server import serve
         from flops.serve.service import set_up
         from flops.tasks.models.clip import PromptedClip
+        from flops.training.device import find_device
 
+        device = find_device(self.device)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         try:
             model = PromptedClip.load(self.model, self.class_names(), self.template)
         except OSError as error:
             raise FlopsError(f"the model {self.model} cannot be loaded: {error}") from error
-        setup = set_up(self, model, key)
+        setup = set_up(self, model.to(device), key)
         if not self.local and key is None:
             sys.stderr.write(
                 f"flops: WARNING: listening on {self.host} WITHOUT A KEY: anyone who can reach "

@@ -24,10 +24,12 @@ class Theorem:
     """Estimates per allocation."""
     seed: int = 0
     """Seed of the problem and of the noise."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU if available."""
 
     def run(self) -> None:
         """Measure and print."""
-        theorem.main(self.repeats, self.seed)
+        theorem.main(self.repeats, self.seed, self.device)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Shaped:
     """Processes, with one thread each; 0 runs in this process."""
     most: int | None = None
     """Largest number of training steps per run, for quick runs; None for all."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU if available."""
     output: Path = Path("runs/shaped")
     """Folder of results, tables and plots."""
 
@@ -64,7 +68,13 @@ class Shaped:
     def study(self) -> shaped.ShapedStudy:
         """Settings of the study."""
         return shaped.ShapedStudy(
-            self.output, self.seeds, self.grid_seeds, self.workers, Console(), self.most
+            self.output,
+            self.seeds,
+            self.grid_seeds,
+            self.workers,
+            Console(),
+            self.most,
+            self.device,
         )
 
 

@@ -14,6 +14,7 @@ from flops.tasks.prompts.config import TuneConfig
 from flops.tasks.tuning.campaign import run_campaign
 from flops.tasks.tuning.config import CampaignConfig
 from flops.tasks.tuning.functions import FunctionConfig, FunctionOptions, FunctionProblem
+from flops.training.device import find_device
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Tune(TuneConfig, FunctionOptions):
                 option = "--" + field.name.replace("_", "-")
                 raise FlopsError(f"{option} needs --objective or --command: prompts have their own")
         config = self.filled()
+        find_device(config.device)
         needed = ["httpx", "pydantic", "tenacity"]
         if config.url is None:  # for the local service
             needed += ["transformers", "fastapi", "uvicorn", "cachetools", "prometheus_client"]

@@ -46,7 +46,7 @@ def diagnosis_tables(found: Diagnosis) -> list[Table]:
             f"{row.cosine_spread:.3f}",
             f"{row.over_optimal:.2f}",
             f"{row.equal_over:.2f}",
-            f"{row.snr:.3f}",
+            f"{row.snr:.4g}",
             f"{row.forward_equivalents:.0f}",
             f"{row.seconds:.2f}",
         )

@@ -15,7 +15,7 @@ import json
 
 from flops.errors import FlopsError
 from flops.experiments.cells import Cell, Result, run_cells
-from flops.experiments.compare_curves import plot
+from flops.experiments.compare_curves import Panel, plot
 from flops.experiments.compare_methods import variant
 from flops.experiments.compare_report import ComparisonResults
 from flops.experiments.compare_runs import MethodComparison, describe, measure
@@ -50,7 +50,7 @@ def main(study: MethodComparison) -> None:
     try:
         with writing(folder, MEASURED):
             title = f"{found.title}: accuracy against cost"
-            plot(folder / "accuracy.png", results, title, found.chance)
+            plot(folder / "accuracy.png", Panel(title, results, found.chance))
         console.print(f"plot: {folder / 'accuracy.png'}", markup=False, soft_wrap=True)
     except ImportError as error:
         console.print(f"no plot was drawn: {error}", markup=False)
@@ -77,7 +77,9 @@ def compare(
     if study.budget is None:
         trained = [m for m in study.methods if kinds[m].name is not None]
         forward = [m for m in trained if kinds[m].forward] or trained
-        study.console.print(f"measuring two steps of {len(forward)} methods, for the budget")
+        study.console.print(
+            f"measuring two steps of {_counted(len(forward), 'method')}, for the budget"
+        )
         costs = [cost_of_length(study, method) for method in forward]
         budget = float(round(max(costs, default=1.0)))
         study = dataclasses.replace(study, budget=budget)
@@ -104,12 +106,16 @@ def plan(study: MethodComparison) -> str:
     """The number of runs, and what they cost; their time is known from those that finish."""
     tried = [len(settings_of(study, method)) for method in study.methods]
     short, swept = sum(n for n in tried if n > 1), sum(n > 1 for n in tried)
-    said = f"plan: {len(study.methods)} methods with {study.seeds} "
-    said += f"{'seeds' if study.seeds > 1 else 'seed'}"
+    methods, seeds = _counted(len(study.methods), "method"), _counted(study.seeds, "seed")
+    said = f"plan: {methods} with {seeds}"
     if swept:
         said += f"; {short} short runs and at most {4 * swept} full ones choose their settings"
     said += f"; a reported run costs about {study.budget or 0:,.0f} forward equivalents"
     return said
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _cells(study: MethodComparison, method: str, chosen: Chosen) -> list[tuple[Cell, Cell]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -43,6 +43,7 @@ from flops.report.plots import plot_over_steps
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write
+from flops.training.device import find_device
 from flops.training.methods import MethodName
 
 Part = Literal["main", "cost", "defaults", "problems", "accuracy", "grid", "text"]
@@ -97,6 +98,7 @@ class ShapedStudy:
         workers: Processes.
         console: Shows progress bars and tables.
         most: Largest number of training steps per run, for quick runs; None for all.
+        device: cpu, cuda, or auto.
         lengths: Queries, epochs and first step of the mean, for each row of `main`.
         rates: Learning rates of the sweep of `accuracy`.
         layers: Of `text`: layers that are trained, the last ones, and the method, by row.
@@ -109,6 +111,7 @@ class ShapedStudy:
     workers: int
     console: Console
     most: int | None = None
+    device: str = "auto"
     lengths: tuple[tuple[int, int, int], ...] = MAIN
     rates: tuple[float, ...] = RATES
     layers: Mapping[str, tuple[int, MethodName]] = field(default_factory=lambda: LAYERS)
@@ -118,7 +121,10 @@ class ShapedStudy:
         self, part: str, measure: Callable[[Any], Result], rows: Mapping[Key, Any]
     ) -> dict[Key, list[Result]]:
         """Results of each row's settings, per seed; saved ones are loaded."""
-        cells = {key: [Cell(part, measure, s) for s in chosen] for key, chosen in rows.items()}
+        cells = {
+            key: [Cell(part, measure, replace(s, device=self.device)) for s in chosen]
+            for key, chosen in rows.items()
+        }
         every = [cell for row in cells.values() for cell in row]
         found = iter(run_cells(every, self.folder, self.workers, self.console, part))
         return {key: [next(found) for _ in row] for key, row in cells.items()}
@@ -262,6 +268,7 @@ def main(parts: Sequence[Part], study: ShapedStudy) -> None:
     """
     if not parts or min(study.seeds, study.grid_seeds) < 1 or study.workers < 0:
         raise FlopsError("need at least one part, at least one seed and workers >= 0")
+    find_device(study.device)  # early, not in every cell
     with writing(study.folder, "choose another --output"):
         study.folder.mkdir(parents=True, exist_ok=True)
     for part in parts:

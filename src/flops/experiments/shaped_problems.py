@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from flops.allocators import Gaussian
 from flops.engine.forward_gradient import ForwardGradient
@@ -33,6 +34,7 @@ from flops.errors import PrecisionWarning
 from flops.estimators import LikelihoodRatio
 from flops.subspace.config import Shaping
 from flops.tasks.data.digits import digits
+from flops.training.device import find_device
 
 BATCH = 64
 HIDDEN = 64
@@ -49,6 +51,7 @@ class Comparison:
         steps: Training steps.
         learning_rate: Learning rate of Adam.
         seed: Seed of model, data and noise.
+        device: cpu, cuda, or auto.
     """
 
     problem: str
@@ -56,6 +59,7 @@ class Comparison:
     steps: int = 80
     learning_rate: float = 3e-3
     seed: int = 0
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def compare(settings: Comparison) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # for torch's initialisation
         task = PROBLEMS[settings.problem](settings)
-    task.model.eval()
+    device = find_device(settings.device)
+    task.model.to(device).eval()
     engines = {"shaped": _engine(task, settings, True), "isotropic": _engine(task, settings, False)}
     optimizer = torch.optim.Adam(
         [p for p in task.model.parameters() if p.requires_grad], settings.learning_rate
@@ -82,6 +87,7 @@ def compare(settings: Comparison) -> dict[str, Any]:
     losses, started = [], time.perf_counter()
     for step in range(settings.steps):
         inputs, targets, index = task.batch(step)
+        inputs, targets = tree_map(lambda x: x.to(device), (inputs, targets))
         optimizer.zero_grad()
         outputs = task.model(**inputs) if isinstance(inputs, dict) else task.model(inputs)
         loss = _losses(outputs, targets).mean()
@@ -192,7 +198,9 @@ class Reader(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits from words (B, T) and their mask (B, T)."""
-        x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        x = self.words(input_ids) + self.places(
+            torch.arange(input_ids.shape[1], device=input_ids.device)
+        )
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=attention_mask == 0)
         real = attention_mask.unsqueeze(2).to(x)

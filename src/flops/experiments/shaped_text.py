@@ -42,6 +42,7 @@ class TextRun:
         max_tokens: Longest text in tokens.
         every: Steps between two cosines.
         seed: Seed of the order of the texts and of the noise.
+        device: cpu, cuda, or auto.
     """
 
     last: int
@@ -55,6 +56,7 @@ class TextRun:
     max_tokens: int = 32
     every: int = 6
     seed: int = 0
+    device: str = "auto"
 
     def config(self) -> TextConfig:
         """Configuration of the training run."""
@@ -71,6 +73,7 @@ class TextRun:
             max_tokens=self.max_tokens,
             chunk=self.batch,
             seed=self.seed,
+            device=self.device,
         )
 
 

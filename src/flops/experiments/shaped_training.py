@@ -31,6 +31,7 @@ from flops.subspace.config import Shaping
 from flops.tasks.classification.metrics import accuracy, logits
 from flops.tasks.data.digits import Split, digits
 from flops.tasks.models.vit import bundled_vit
+from flops.training.device import find_device
 
 THIRDS = ("first third", "middle third", "last third")
 ALLOCATORS: dict[str, type[Allocator]] = {"gaussian": Gaussian, "equal": Equal}
@@ -60,6 +61,7 @@ class TrainingRun:
         test: Whether to evaluate on the test split, once, after the last step.
         most: Largest number of steps; None for all of the epochs.
         seed: Seed of the new head, the order of the batches and the noise.
+        device: cpu, cuda, or auto.
     """
 
     method: str = "shaped"
@@ -79,11 +81,14 @@ class TrainingRun:
     test: bool = False
     most: int | None = None
     seed: int = 0
+    device: str = "auto"
 
 
 def train(settings: TrainingRun) -> dict[str, Any]:
     """Train; return cosines and explained variances by step, losses, accuracies and cost."""
     splits, model = digits(), bundled_vit(seed=settings.seed)
+    device = find_device(settings.device)
+    model.to(device)
     model.vit.embeddings.requires_grad_(not settings.frozen)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trainable, settings.learning_rate)
@@ -94,7 +99,7 @@ def train(settings: TrainingRun) -> dict[str, Any]:
     for step, rows in enumerate(_batches(len(splits.train), settings)):
         if settings.curve and step % epoch == 0:
             curve.append((cost, accuracy(model, splits.validation)))
-        x, y = splits.train.images[rows], splits.train.labels[rows]
+        x, y = splits.train.images[rows].to(device), splits.train.labels[rows].to(device)
         look = settings.every > 0 and step % settings.every == 0
         exact = None
         if fg is None or look or settings.follow == "exact":
@@ -192,7 +197,8 @@ def _thirds(model: Any) -> list[Tensor]:
 
 def _mean_loss(model: Any, split: Split) -> float:
     with torch.inference_mode():
-        loss = float(loss_fn(model(split.images), split.labels).mean())
+        device = next(model.parameters()).device
+        loss = float(loss_fn(model(split.images.to(device)), split.labels.to(device)).mean())
     return loss if math.isfinite(loss) else 1e30  # JSON has no infinity
 
 

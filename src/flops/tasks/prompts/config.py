@@ -40,6 +40,8 @@ class TuneConfig(CampaignConfig):
     """Model of the service that is started, and of bp: bundled, a hub id, or a folder."""
     template: str = "a photo of a {}."
     """Class text with {} for the name, for the service that is started."""
+    device: str = "auto"
+    """Device of the service that is started, and of bp: cpu, cuda, or auto, a GPU if available."""
     url: str | None = None
     """Address of a running service; None starts one."""
     api_key_env: str | None = None

@@ -32,6 +32,7 @@ from flops.tasks.prompts.prompt import (
 )
 from flops.tasks.tuning.methods import Recipe
 from flops.tasks.tuning.problem import Job
+from flops.training.device import find_device
 
 ATTEMPTS = 40  # about three minutes: long enough for a service to restart
 
@@ -84,6 +85,7 @@ class PromptProblem:
             )
         if "bp" in (config.methods or ()) and self._model is None:
             self._model = PromptedClip.load(config.model, shots.classes, config.template)
+            self._model.to(find_device(config.device))
             if self._model.digest() != info["digest"]:
                 raise FlopsError(f"--model {config.model} is not the model behind {url}")
         points = upload(client, shots.pixels, info["limits"])
@@ -154,6 +156,7 @@ class PromptProblem:
     def _service(self, number: int) -> LocalService:
         config = self.config
         given = ["--model", config.model, "--template", config.template]
+        given += ["--device", config.device]
         given += ["--max-rows", str(max(1024, config.part)), "--max-tokens", "64"]
         given += ["--max-stored", "65536"]
         if config.data != "fashion-shots":

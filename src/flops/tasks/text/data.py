@@ -134,8 +134,8 @@ def _read(
         path = REAL_MODELS / SENTENCES
         if not path.is_dir():
             raise FileNotFoundError(
-                f"no sentences in {path}: run `make real-models`, or `python "
-                f"scripts/fetch_sentences.py {path}`"
+                f"no sentences in {path}: in a clone of the repository, run `make real-models` or "
+                f"`python scripts/fetch_sentences.py {path}`"
             )
     if data and path.exists():
         if is_dataset(path):
