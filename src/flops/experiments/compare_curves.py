@@ -22,6 +22,7 @@ COST = "cost in forward passes of one point"
 ACCURACY = "validation accuracy, %"
 COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
 GREY = "grey"
+MARKED = 30  # points of a curve with markers; more would run into each other
 DASHES = {"chance": ":", "before training": "--", "backpropagation at the end": "-."}
 
 
@@ -146,7 +147,6 @@ def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
             "color": ("black" if name == BP else "tab:red") if ahead else next(colours),
             "linestyle": "--" if "+" in method else "-",
             "linewidth": 2.4 if ahead else 1.5,
-            "marker": "o",
             "markersize": 4,
             "zorder": 3 if ahead else 2,
         }
@@ -159,7 +159,8 @@ def _draw(
     """Draw one comparison; returns its lines by name."""
     found = {}
     for method, curve in mean_curves(panel.results).items():
-        (line,) = axis.plot(curve.cost, curve.mean, **styles[method])
+        marker = "o" if len(curve.cost) <= MARKED else None
+        (line,) = axis.plot(curve.cost, curve.mean, marker=marker, **styles[method])
         found[line.get_label()] = line
         band = {"color": line.get_color(), "alpha": 0.12, "linewidth": 0}
         axis.fill_between(curve.cost, curve.low, curve.high, **band)
