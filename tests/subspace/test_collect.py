@@ -380,23 +380,3 @@ def test_what_is_withheld(
     of = case()
     memory = memory_of(of) if signal is None else memory_of(of, signal=signal)
     assert begin(of, memory, shaping)._withheld(reliability) == withheld
-
-
-@pytest.mark.parametrize(
-    ("now", "spread", "run", "best", "expected"),
-    [
-        (0.5, 0.0, 0.5, 0.5, (KEEP, 0.5)),
-        (0.6, 0.0, 0.6, 0.5, (KEEP * 0.8**2, 0.6)),  # (1 - 0.6) / (1 - 0.5)
-        (0.07, 0.0, 0.4, 0.5, (KEEP * 0.2, 0.4)),  # 0.07 over 0.7 of the best
-        (0.07, 0.02, 0.4, 0.5, (KEEP * 0.15 / 0.35, 0.4)),  # four standard errors
-        (-0.5, 0.1, 0.4, 0.5, (0.0, 0.4)),
-        (0.9, 0.0, 1.0, 1.0, (KEEP, 1.0)),
-        (0.2, 0.0, 0.2, 0.0, (KEEP * 0.8**2, 0.2)),
-        (-0.2, 0.0, -0.2, 0.0, (KEEP, 0.0)),
-    ],
-)
-def test_decay_written_out(
-    now: float, spread: float, run: float, best: float, expected: tuple[float, float]
-) -> None:
-    assert decay(Shaping(), now, spread, run, best) == pytest.approx(expected, rel=1e-9)
-    assert decay(Shaping(decay=0.3), now, spread, run, best) == (0.3, best)

@@ -14,9 +14,12 @@ from flops.allocators import Gaussian
 from flops.subspace.config import Shaping
 from flops.subspace.measurements import FITTED
 from flops.subspace.moments import DENSE
+from flops.subspace.step import decay
 from tests.conftest import cosine, exact, flat, squared
 from tests.support.noise import noise
 from tests.support.planted import Planted, engine, planted, step
+
+KEEP = 0.98  # decay of the moments
 
 
 def test_more_queries_than_directions_leave_nothing_to_chance() -> None:
@@ -194,3 +197,23 @@ def test_the_prior_alone_helps_isotropic_queries() -> None:
     b = [cosine(step(plain, x, y), truth) for _ in range(10)]
     assert prior.memory["site"]["explained_variance"] == 0
     assert sum(a) / 10 > sum(b) / 10 + 0.05
+
+
+@pytest.mark.parametrize(
+    ("now", "spread", "run", "best", "expected"),
+    [
+        (0.5, 0.0, 0.5, 0.5, (KEEP, 0.5)),
+        (0.6, 0.0, 0.6, 0.5, (KEEP * 0.8**2, 0.6)),  # (1 - 0.6) / (1 - 0.5)
+        (0.07, 0.0, 0.4, 0.5, (KEEP * 0.2, 0.4)),  # 0.07 over 0.7 of the best
+        (0.07, 0.02, 0.4, 0.5, (KEEP * 0.15 / 0.35, 0.4)),  # four standard errors
+        (-0.5, 0.1, 0.4, 0.5, (0.0, 0.4)),
+        (0.9, 0.0, 1.0, 1.0, (KEEP, 1.0)),
+        (0.2, 0.0, 0.2, 0.0, (KEEP * 0.8**2, 0.2)),
+        (-0.2, 0.0, -0.2, 0.0, (KEEP, 0.0)),
+    ],
+)
+def test_decay_written_out(
+    now: float, spread: float, run: float, best: float, expected: tuple[float, float]
+) -> None:
+    assert decay(Shaping(), now, spread, run, best) == pytest.approx(expected, rel=1e-9)
+    assert decay(Shaping(decay=0.3), now, spread, run, best) == (0.3, best)
