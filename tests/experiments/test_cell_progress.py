@@ -120,7 +120,9 @@ def test_durations_are_rounded() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
-def test_ctrl_c_ends_at_once_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_at_once_and_says_how_to_go_on(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     command = "compare --methods bp --seeds 1 --learning-rates 1e-3 --epochs 500 --workers 1"
     program = textwrap.dedent(
         f"""
@@ -139,8 +141,9 @@ def test_ctrl_c_ends_at_once_and_says_how_to_go_on(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         encoding="utf-8",
     )
+    request.addfinalizer(ran.kill)
     assert ran.stdout is not None
-    assert ran.stdout.readline().startswith("plan: 1 methods with 1 seed")
+    assert ran.stdout.readline().startswith("plan: 1 method with 1 seed")
     assert ran.stdout.readline().startswith("reported runs: 1 run;")
     ran.send_signal(signal.SIGINT)
     _, said = ran.communicate(timeout=300)
