@@ -111,6 +111,34 @@ def test_logits_at_one_place_of_each_row(module: LlamaCppModule) -> None:
     assert module(vectors[:0], tokens[:0], at[:0]).shape == (0, module.vocabulary)
 
 
+def test_tokens_of_a_row_before_the_vectors_are_their_vectors(module: LlamaCppModule) -> None:
+    vectors, tokens = inputs(module, 6)
+    words = torch.tensor(
+        [[50, 60, 70], [50, 60, -1], [50, 60, 70], [8, -1, -1], [-1] * 3, [8, 9, 5]]
+    )
+    found = module(vectors, tokens, before=words)  # two passes, rows with the same text in one
+    assert found.shape == (6, 1 + LENGTH, module.vocabulary)
+    for row, text in enumerate(words):
+        whole = torch.cat([module.embeddings(text[text >= 0]), vectors[row]])
+        wanted = module(whole[None], tokens[row : row + 1])[0]
+        centred = [x - x.mean(-1, keepdim=True) for x in (found[row], wanted)]
+        assert float(torch.cosine_similarity(*centred, dim=-1).min()) > 0.99
+    at = torch.tensor([0, 6, 3, 0, 1, 2])
+    one = module(vectors, tokens, at, words)
+    assert torch.allclose(one, found[torch.arange(6), at], atol=1e-3)
+
+
+def test_rows_with_the_same_tokens_before_share_their_keys(module: LlamaCppModule) -> None:
+    vectors, tokens = inputs(module, 4)
+    text = torch.arange(300, 330).expand(4, -1)
+    shared = module(vectors, tokens, before=text)
+    single = [module(vectors[i : i + 1], tokens[i : i + 1], before=text[:1]) for i in range(4)]
+    assert torch.allclose(shared, torch.cat(single), atol=1e-3)
+    plain = module(vectors, tokens)  # nothing of the text stays behind
+    assert torch.allclose(plain[:1], module(vectors[:1], tokens[:1]), atol=1e-3)
+    assert not torch.allclose(plain, shared, atol=0.1)
+
+
 def test_wrong_inputs_are_named(module: LlamaCppModule, gguf: Path, tmp_path: Path) -> None:
     vectors, tokens = inputs(module)
     with pytest.raises(LlamaCppError, match=r"\(B, N, 576\)"):
@@ -119,6 +147,12 @@ def test_wrong_inputs_are_named(module: LlamaCppModule, gguf: Path, tmp_path: Pa
         module(vectors, tokens + 10**6)
     with pytest.raises(LlamaCppError, match="at must be 0 to 6"):
         module(vectors, tokens, torch.full((ROWS,), 7))
+    with pytest.raises(LlamaCppError, match="padded with -1 at the end"):
+        module(vectors, tokens, before=torch.tensor([[-1, 3]]).expand(ROWS, -1))
+    with pytest.raises(LlamaCppError, match=r"\(B, P\) for 5 rows, not \(2, 3\)"):
+        module(vectors, tokens, before=torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(LlamaCppError, match="not among the"):
+        module(vectors, tokens, before=tokens + 10**6)
     with pytest.raises(LlamaCppError, match="the prefix"):
         LlamaCppModule(gguf, prefix=[10**6])
     with pytest.raises(ValueError, match="rows must be 1 to 256"):

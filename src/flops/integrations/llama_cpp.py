@@ -74,7 +74,13 @@ class LlamaCppModule(nn.Module):
         """Number of tokens."""
         return self._context.vocabulary
 
-    def forward(self, embeddings: Tensor, tokens: Tensor, at: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        tokens: Tensor,
+        at: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> Tensor:
         """Next-token logits after the embeddings and after each token, (B, 1 + T, vocabulary).
 
         Tokens are padded at the end and attention is causal, so no mask is needed.
@@ -84,17 +90,20 @@ class LlamaCppModule(nn.Module):
             tokens: Token ids, (B, T); T may be 0.
             at: Where each row's logits are wanted, for (B, vocabulary): 0 is after the embeddings,
                 t after the first t tokens, (B,). None for all places.
+            before: Tokens of each row between the prefix and the vectors, (B, P), padded with -1
+                at the end. Rows of a pass with the same ones share their keys and values.
 
         Raises:
             LlamaCppError: Shapes do not fit, a token is unknown, or the run fails.
         """
-        self._check(embeddings, tokens)
+        before = tokens.new_empty(len(tokens), 0) if before is None else before
+        self._check(embeddings, tokens, before)
         wanted = torch.ones(len(tokens), 1 + tokens.size(1), dtype=torch.bool)
         if at is not None:
             if at.shape != (len(tokens),) or bool(((at < 0) | (at > tokens.size(1))).any()):
                 raise LlamaCppError(f"at must be 0 to {tokens.size(1)} for each row, not {at}")
             wanted = torch.arange(1 + tokens.size(1)) == at.cpu()[:, None]
-        (found,) = without_backward("llama.cpp", self._run, embeddings, tokens, wanted)
+        (found,) = without_backward("llama.cpp", self._run, before, embeddings, tokens, wanted)
         return found if at is not None else found.view(*wanted.shape, self.vocabulary)
 
     def embeddings(self, tokens: Tensor | None = None) -> Tensor:
@@ -133,7 +142,7 @@ class LlamaCppModule(nn.Module):
         self.__dict__.update(state)
         self._context = LlamaContext(self.path, self.prefix, self.rows)
 
-    def _check(self, embeddings: Tensor, tokens: Tensor) -> None:
+    def _check(self, embeddings: Tensor, tokens: Tensor, before: Tensor) -> None:
         rows = len(embeddings) if embeddings.dim() else 0
         fits = embeddings.dim() == 3 and embeddings.size(1) > 0 and embeddings.size(2) == self.width
         if not fits or tokens.dim() != 2 or len(tokens) != rows or tokens.is_floating_point():
@@ -141,18 +150,32 @@ class LlamaCppModule(nn.Module):
                 f"need vectors of shape (B, N, {self.width}) with N at least 1 and tokens of shape "
                 f"(B, T), not {tuple(embeddings.shape)} and {tuple(tokens.shape)}"
             )
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
-            raise LlamaCppError(f"a token is not among the {self.vocabulary} of the model")
+        if before.dim() != 2 or len(before) != rows or before.is_floating_point():
+            raise LlamaCppError(
+                f"before must be tokens of shape (B, P) for {rows} rows, not {tuple(before.shape)}"
+            )
+        there = before >= 0
+        if bool((there[:, 1:] & ~there[:, :-1]).any()):
+            raise LlamaCppError("before must be padded with -1 at the end only")
+        for given in (tokens, before[there]):
+            if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < self.vocabulary:
+                raise LlamaCppError(f"a token is not among the {self.vocabulary} of the model")
 
-    def _run(self, embeddings: Tensor, tokens: Tensor, wanted: Tensor) -> tuple[Tensor]:
+    def _run(
+        self, before: Tensor, embeddings: Tensor, tokens: Tensor, wanted: Tensor
+    ) -> tuple[Tensor]:
         threads = self.threads or torch.get_num_threads()
         vectors = embeddings.detach().to("cpu", torch.float32).numpy()
         words = tokens.cpu().numpy().astype(np.int32)
-        found = [np.empty((0, self.vocabulary), dtype=np.float32)]
-        for start in range(0, len(vectors), self.rows):
-            part = slice(start, start + self.rows)
-            found.append(
-                self._context.run(vectors[part], words[part], wanted[part].numpy(), threads)
-            )
-        whole = torch.from_numpy(np.concatenate(found) if len(found) != 2 else found[1])
-        return (whole.to(embeddings.device, embeddings.dtype),)
+        texts = [tuple(t for t in row if t >= 0) for row in before.tolist()]
+        owners = wanted.nonzero()[:, 0]
+        found = torch.empty(len(owners), self.vocabulary)
+        order = sorted(range(len(texts)), key=texts.__getitem__)  # the same ones in the same pass
+        for start in range(0, len(order), self.rows):
+            part = order[start : start + self.rows]
+            own = [texts[row] for row in part]
+            marks = wanted[part].numpy()
+            logits = self._context.run(own, vectors[part], words[part], marks, threads)
+            places = torch.cat([(owners == row).nonzero()[:, 0] for row in part])
+            found[places] = torch.from_numpy(logits)
+        return (found.to(embeddings.device, embeddings.dtype),)

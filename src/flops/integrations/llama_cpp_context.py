@@ -1,8 +1,8 @@
-"""Sequences in llama.cpp: a shared prefix of tokens, then vectors, then tokens, for many rows.
+"""Sequences in llama.cpp: a shared prefix, a row's own tokens, vectors, tokens, for many rows.
 
 Keys and values of the prefix are computed once and copied to every sequence; after a pass they are
-all that remains. Keys and values are stored in float32: in llama.cpp's default, float16, small
-noise would be rounded away.
+all that remains. Rows with the same tokens before the vectors share those of them, too. Keys and
+values are stored in float32: in llama.cpp's default, float16, small noise would be rounded away.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,18 @@ class LlamaContext:
             raise LlamaCppError(f"the model has {self.vocabulary} tokens, the prefix {unknown}")
         self._room = (0, 0)
 
-    def run(self, embeddings: Floats, tokens: Tokens, wanted: Mask, threads: int) -> Floats:
+    def run(
+        self,
+        before: Sequence[tuple[int, ...]],
+        embeddings: Floats,
+        tokens: Tokens,
+        wanted: Mask,
+        threads: int,
+    ) -> Floats:
         """Next-token logits where wanted, in the order of the rows, (count, vocabulary).
 
         Args:
+            before: Tokens of each row between prefix and embeddings, B of them.
             embeddings: (B, N, width), with B at most `rows` and N at least 1.
             tokens: (B, T).
             wanted: After the embeddings and after each token, (B, 1 + T); at least one.
@@ -92,20 +101,38 @@ class LlamaContext:
         first, rest = wanted[:, :1], wanted[:, 1 : 1 + length]
         found = np.empty((int(wanted.sum()), self.vocabulary), dtype=np.float32)
         places = wanted.ravel().cumsum().reshape(wanted.shape) - 1
-        start = len(self._prefix)
+        starts = len(self._prefix) + np.array([len(text) for text in before], dtype=np.int32)
+        texts = {text: row for row, text in reversed(list(enumerate(before)))}  # first row of each
+        most = max(rows * max(vectors, length), sum(map(len, texts)))
         with self._lock, _Log(self._api) as self._log:
-            self._reserve(start + vectors + length, rows * max(vectors, length), threads)
+            self._reserve(int(starts.max()) + vectors + length, most, threads)
             try:
+                self._read_texts(before, texts)
                 marks = np.zeros((rows, vectors), dtype=bool)
                 marks[:, -1:] = first
-                self._decode(start, marks, embeddings=embeddings)
+                self._decode(_Places.of(starts, vectors), marks, embeddings=embeddings)
                 self._read(found, places[:, :1][first])
                 if length:
-                    self._decode(start + vectors, rest, tokens=tokens[:, :length])
+                    after = _Places.of(starts + vectors, length)
+                    self._decode(after, rest, tokens=tokens[:, :length])
                     self._read(found, places[:, 1 : 1 + length][rest])
             finally:
                 self._forget(rows)
         return found
+
+    def _read_texts(
+        self, before: Sequence[tuple[int, ...]], texts: dict[tuple[int, ...], int]
+    ) -> None:
+        """Keys and values of the rows' own tokens: computed in the first row that has them."""
+        parts = [_Places.of(np.array([len(self._prefix)]), len(t), row) for t, row in texts.items()]
+        tokens = np.array([token for text in texts for token in text], dtype=np.int32)
+        if not len(tokens):
+            return
+        self._decode(_Places.join(parts), np.zeros(len(tokens), dtype=bool), tokens=tokens)
+        for row, text in enumerate(before):
+            if texts[text] != row:
+                self._api.llama_memory_seq_rm(self._memory, row, -1, -1)
+                self._api.llama_memory_seq_cp(self._memory, texts[text], row, -1, -1)
 
     def _reserve(self, positions: int, batch: int, threads: int) -> None:
         """Make room for sequences and batches of this length, with the prefix in all sequences."""
@@ -134,27 +161,26 @@ class LlamaContext:
         self._close = weakref.finalize(self, _free, api, self._context)
         self._memory = api.llama_get_memory(self._context)
         if self._prefix:
-            tokens = np.array([self._prefix], dtype=np.int32)
-            self._decode(0, np.zeros(tokens.shape, dtype=bool), tokens=tokens)
+            tokens = np.array(self._prefix, dtype=np.int32)
+            places = _Places.of(np.zeros(1, dtype=np.int32), len(tokens))
+            self._decode(places, np.zeros(len(tokens), dtype=bool), tokens=tokens)
             for row in range(1, self.rows):
                 api.llama_memory_seq_cp(self._memory, 0, row, -1, -1)
         self._room = positions, batch
 
     def _decode(
         self,
-        start: int,
+        places: _Places,
         marks: Mask,
         *,
         tokens: Tokens | None = None,
         embeddings: Floats | None = None,
     ) -> None:
-        """Append vectors or tokens to the first sequences, with logits where marked, (rows, T)."""
-        rows, length = marks.shape
-        count = rows * length
-        positions = np.tile(np.arange(start, start + length, dtype=np.int32), rows)
-        ones, owners = np.ones(count, dtype=np.int32), np.arange(rows, dtype=np.int32)
-        first = owners.ctypes.data
-        own = np.repeat(first + 4 * np.arange(rows, dtype=np.uintp), length).astype(np.uintp)
+        """Append vectors or tokens to their sequences, with logits where marked."""
+        count = len(places.rows)
+        positions = np.ascontiguousarray(places.positions, dtype=np.int32)
+        ones, owners = np.ones(count, dtype=np.int32), np.arange(self.rows, dtype=np.int32)
+        own = (owners.ctypes.data + 4 * places.rows.astype(np.uintp)).astype(np.uintp)
         wanted = marks.ravel().astype(np.int8)
         batch = self._api.llama_batch()
         batch.n_tokens = count
@@ -172,7 +198,7 @@ class LlamaContext:
         code = self._api.llama_decode(self._context, batch)
         if code:
             raise LlamaCppError(
-                f"llama.cpp could not run {rows} rows of {length} (code {code}){self._log}"
+                f"llama.cpp could not run {count} tokens or vectors (code {code}){self._log}"
             )
 
     def _read(self, found: Floats, places: npt.NDArray[np.int64]) -> None:
@@ -186,6 +212,26 @@ class LlamaContext:
         if self._context:
             for row in range(rows):
                 self._api.llama_memory_seq_rm(self._memory, row, len(self._prefix), -1)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Row and position of each token of a pass."""
+
+    rows: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, starts: npt.NDArray[Any], length: int, first: int = 0) -> _Places:
+        """So many tokens from each row's start; the first of these rows has this number."""
+        rows = np.repeat(first + np.arange(len(starts)), length)
+        return cls(rows, (starts[:, None] + np.arange(length)).ravel())
+
+    @classmethod
+    def join(cls, parts: Sequence[_Places]) -> _Places:
+        """Several, in this order."""
+        rows = np.concatenate([part.rows for part in parts])
+        return cls(rows, np.concatenate([part.positions for part in parts]))
 
 
 class _Log:
