@@ -277,7 +277,8 @@ class _Isotropic(Estimation):
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Keep the derivatives for the variance."""
-        arrived = Arrived.among(values, points, self._size)
+        failed = bool(torch.isnan(values).any())  # rows of a black box
+        arrived = Arrived.among(values, points, self._size) if failed else None
         if arrived is not None:
             self._delta *= arrived.ratio.to(self._delta).unsqueeze(1)
             values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size

@@ -156,7 +156,8 @@ class ShapedActivations(Estimation):
         withheld = torch.tensor(float(self._step.shaped.report.withheld))
         self.withheld = bool(runner.replicas.max(runner.max(withheld)) > 0)
         isotropic = self._step.isotropic  # along a known direction it may be 0
-        arrived = Arrived.among(values, points, self._size)
+        failed = bool(torch.isnan(values).any())  # rows of a black box
+        arrived = Arrived.among(values, points, self._size) if failed else None
         if arrived is not None:
             values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size
             isotropic = isotropic[arrived.draws]
