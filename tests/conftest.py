@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, FZOO, JVP, LOZO, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.passes.interrupts import SIGNALS, DeferSignals
+from flops.passes.guards import SIGNALS, DeferSignals
 from flops.perturb import noise
 
 THREADS = torch.get_num_threads()

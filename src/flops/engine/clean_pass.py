@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.engine.layout import Layout
-from flops.passes.checks import check_finite
+from flops.passes.batch import check_finite
 from flops.passes.loss_view import LossView, loss_view
 from flops.passes.ranks import Ranks
 from flops.passes.replay import Passes

@@ -45,16 +45,17 @@ from flops.errors import CoverageError, FlopsError
 from flops.estimators.exact import exact_gradients
 from flops.estimators.variance import users_frame
 from flops.passes.batch import Batch, LossFunction, positions
-from flops.passes.checks import (
+from flops.passes.checks import unwrap
+from flops.passes.guards import (
+    Atomic,
+    Claim,
+    DeferSignals,
     RandomState,
     check_deterministic,
     check_modes,
     no_autocast_cache,
     slow_attention_path,
-    unwrap,
 )
-from flops.passes.intercept import Claim
-from flops.passes.interrupts import Atomic, DeferSignals
 from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import joint_view
 from flops.passes.replay import Passes

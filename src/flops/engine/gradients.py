@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flops.passes.checks import RandomState
+from flops.passes.guards import RandomState
 from flops.passes.local_vjp import Gradients, add_gradients, inner
 from flops.passes.structure import Structure
 from flops.perturb.draws import Draws

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from flops.engine.groups import ResolvedGroup
 from flops.errors import BatchError, CoverageError
-from flops.passes.batch import Batch
+from flops.passes.batch import Batch, check_finite
 from flops.passes.binding import Binding
-from flops.passes.checks import Buffers, RandomState, check_deterministic, check_finite
-from flops.passes.interrupts import check
+from flops.passes.checks import Buffers
+from flops.passes.guards import RandomState, check, check_deterministic
 from flops.passes.replay import Passes
 from flops.passes.structure import FEW, FOLDED, MORE, Call, Leaf, Structure
 from flops.passes.trace import inspect, resized

@@ -23,7 +23,7 @@ from flops.engine.layout import Layout
 from flops.engine.report import StepReport
 from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, gathered, own_chunks
 from flops.estimators.base import Perturbation, Plan, Queries, RowResults, Rows
-from flops.passes.checks import check_finite
+from flops.passes.batch import check_finite
 from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import LossView
 from flops.passes.ranks import Ranks, Replicas

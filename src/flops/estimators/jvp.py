@@ -40,7 +40,7 @@ from flops.estimators.base import (
     Runner,
 )
 from flops.estimators.shared_parameters import SharedDraws, mean_losses
-from flops.passes.checks import check_finite
+from flops.passes.batch import check_finite
 from flops.passes.flop_count import UseMeter
 from flops.passes.intercept import Action, Forward
 from flops.passes.replay import Passes, empty_prefix

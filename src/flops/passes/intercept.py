@@ -3,16 +3,10 @@
 Replay, noise, recording and local VJPs are all *actions* on single calls. An action receives the
 module's own forward and the arguments of the call. Only the ``forward`` attribute of the instance
 is replaced, so hooks of the user run as in any pass.
-
-Only one step at a time may intercept a model: a second one that shares its modules is an error
-(`Claim`). A lock here would not be enough: a step needs the same weights from its first to its last
-pass, so optimizers of other threads must not change them either. Threads that share a model must
-alternate with whole training steps.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from flops.errors import FlopsError
-from flops.passes.interrupts import check
+from flops.passes.guards import INTERCEPTED, check
 
 Forward = Callable[..., Any]
 Action = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -28,9 +22,6 @@ Actions = Mapping[str, Sequence[Action | None]]
 """Actions of a module's calls in order, by its name; None runs the module unchanged."""
 
 _MISSING = object()
-_MARK = "_flops_intercepted"
-_lock = threading.RLock()  # reentrant, for signal handlers in the same thread
-_open: list[Claim] = []
 
 
 class Watch(Protocol):
@@ -82,13 +73,8 @@ def _intercepted(name: str, original: Forward, actions: Sequence[Action | None])
             return original(*args, **kwargs)
         return action(original, args, kwargs)
 
-    forward.__dict__[_MARK] = True
+    forward.__dict__[INTERCEPTED] = True
     return forward
-
-
-def is_intercepted(module: nn.Module) -> bool:
-    """Whether an intercepted pass is running."""
-    return hasattr(module.__dict__.get("forward"), _MARK)
 
 
 def everywhere(wrap: Callable[[str], Action], modules: Mapping[str, nn.Module]) -> Actions:
@@ -107,58 +93,3 @@ class _Endless(Sequence[Action]):
 
     def __len__(self) -> int:
         return 1
-
-
-class Claim:
-    """Exclusive use of a model's modules and trainable parameters while a session is open.
-
-    Args:
-        modules: All modules by name.
-
-    Raises:
-        FlopsError: On entering, if another thread has a session with any of them, or this thread is
-            running a pass over them.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._thread = threading.current_thread()
-        self._parts = {id(module) for module in modules.values()}
-        for module in modules.values():
-            self._parts.update(
-                id(p) for p in module._parameters.values() if p is not None and p.requires_grad
-            )
-
-    def __enter__(self) -> Claim:
-        """Claim them."""
-        with _lock:
-            for other in _open:
-                if not self._parts.isdisjoint(other._parts):
-                    self._raise_conflict(other)
-            _open.append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Release them."""
-        with _lock:
-            if self in _open:
-                _open.remove(self)
-
-    def _raise_conflict(self, other: Claim) -> None:
-        if other._thread is not self._thread:
-            raise FlopsError(
-                f"thread '{other._thread.name}' is running a step on this model, or on one that "
-                f"shares modules or parameters with it{self._shared(other)}. All passes of a step "
-                "need the same weights: serialise the threads (one lock around estimate and the "
-                "optimizer's step), or give each its own copy.deepcopy(model)."
-            )
-        if any(is_intercepted(module) for module in self._modules.values()):
-            raise FlopsError(
-                "estimate was called during a pass of another estimate of the same "
-                f"model{self._shared(other)}: from a loss function, a hook, a forward or a signal "
-                "handler. Call it outside, or on a copy.deepcopy of the model."
-            )
-
-    def _shared(self, other: Claim) -> str:
-        names = [name or "model" for name, m in self._modules.items() if id(m) in other._parts]
-        return f" ({names[:5]})" if names else ""
