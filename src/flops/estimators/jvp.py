@@ -42,8 +42,7 @@ from flops.estimators.base import (
 from flops.estimators.shared_parameters import SharedDraws, mean_losses
 from flops.passes.batch import check_finite
 from flops.passes.flop_count import UseMeter
-from flops.passes.intercept import Action, Forward
-from flops.passes.replay import Passes, empty_prefix
+from flops.passes.replay import Action, Forward, Passes, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import FEW
 from flops.perturb.draws import gathered

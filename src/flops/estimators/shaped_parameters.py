@@ -32,7 +32,7 @@ from flops.estimators.base import (
     Runner,
     Sink,
 )
-from flops.passes.intercept import Action, Forward
+from flops.passes.replay import Action, Forward
 from flops.perturb.noise import Kind
 from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls
 from flops.perturb.rowwise import batch_first, generic, used_tokens

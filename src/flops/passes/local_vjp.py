@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from flops.errors import CoverageError
-from flops.passes.intercept import Action, Forward, Leave
-from flops.passes.replay import Passes, Prefix, Record
+from flops.passes.replay import Action, Forward, Leave, Passes, Prefix, Record
 from flops.passes.structure import Call, Structure
 
 Gradients = dict[nn.Parameter, Tensor]
