@@ -43,7 +43,7 @@ from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
 from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
-from flops.perturb.noise import KINDS, Kind, NoiseStream, signed, values
+from flops.perturb.random import KINDS, Kind, NoiseStream, signed, values
 from flops.subspace.config import Shaping
 
 Targets = Literal["leaf", "block", "stage"]

@@ -36,8 +36,8 @@ from flops.passes.replay import Action, Forward, Passes
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
 from flops.perturb.draws import Noise
-from flops.perturb.noise import Kind, NoiseStream, SharedKind
 from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls, find_parameter_calls
+from flops.perturb.random import Kind, NoiseStream, SharedKind
 from flops.perturb.rowwise import (
     RowNoise,
     batch_first,

@@ -31,7 +31,7 @@ from flops.estimators.variance import jacobian_energy, warn_if_rounding
 from flops.passes.loss_view import LossView
 from flops.passes.ranks import Replicas
 from flops.perturb.activations import Sites
-from flops.perturb.noise import Kind, signed
+from flops.perturb.random import Kind, signed
 from flops.subspace.basis import Space, site_grids
 from flops.subspace.config import Shaping
 from flops.subspace.step import ShapedStep, full_precision

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flops.passes.ranks import Replicas
 from flops.passes.replay import Passes
 from flops.perturb.activations import Site, Sites
-from flops.perturb.noise import CPU, Kind
+from flops.perturb.random import CPU, Kind
 
 NARROW = 16  # channels up to which rows share a product
 

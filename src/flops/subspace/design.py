@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flops.passes.loss_view import LossView
-from flops.perturb.noise import NoiseStream
+from flops.perturb.random import NoiseStream
 from flops.subspace.basis import Basis, Space
 from flops.subspace.measurements import Features, Isotropic, Measurements
 

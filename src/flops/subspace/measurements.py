@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flops.perturb.noise import NoiseStream
+from flops.perturb.random import NoiseStream
 from flops.subspace.basis import Basis, Space
 
 FITTED = 512  # maximum of isotropic draws of a point in the fit, which is cubic in them
