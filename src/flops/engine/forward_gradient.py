@@ -25,7 +25,7 @@ from flops.allocators.gaussian import Gaussian
 from flops.engine.allocation import budget_of, budgets_of, floor_of
 from flops.engine.auto_groups import block_groups, default_groups
 from flops.engine.clean_pass import clean_pass
-from flops.engine.collectives import Parallel, ProcessGroup, axes
+from flops.engine.collectives import axes
 from flops.engine.fingerprint import fingerprint
 from flops.engine.gradients import Update
 from flops.engine.group_step import GroupStep
@@ -58,6 +58,7 @@ from flops.passes.guards import (
 )
 from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import joint_view
+from flops.passes.ranks import Axes, Parallel, ProcessGroup, in_group
 from flops.passes.replay import Passes
 
 
@@ -184,7 +185,7 @@ class ForwardGradient:
             with DeferSignals(), ExitStack() as atomic:
                 return self._estimate(inputs, targets, index, float(scale), exact, update, atomic)
         except BaseException as error:
-            axes(self.process_group, self.parallel).fail(error)
+            self._axes().fail(error)
             raise
 
     def _estimate(
@@ -269,7 +270,7 @@ class ForwardGradient:
         places = positions(index, batch.size)
         check_modes(self.modules)
         run = partial(fingerprint, self.model, self.steps, self.seed)
-        ranks, replicas = axes(self.process_group, self.parallel).meet(batch, places, run, join)
+        ranks, replicas = self._axes().meet(batch, places, run, join)
         with DeferSignals(), Claim(self.modules):
             state = RandomState()
             try:
@@ -302,6 +303,10 @@ class ForwardGradient:
                     check()
             finally:
                 state.restore()
+
+    def _axes(self) -> Axes:
+        group, parallel = self.process_group, self.parallel
+        return axes(group, parallel) if in_group(group, parallel) else Axes()
 
     def _find(self, batch: Batch, state: RandomState) -> tuple[Layout, float]:
         """The batch's layout and its cost; automatic groups are no stages where they cannot be."""
