@@ -25,8 +25,8 @@ is the mean over its points and counts by their number, so batches may have diff
 | shaped noise | and second moments of every site, sums of its regression, some rows of noise |
 | allocators that learn | losses and traces of the points, their embeddings for a kernel |
 
-A `DeviceMesh` of data x query ranks has both (`GroupAxes`). All ranks end with the same gradients: a
-sum is bitwise equal on all ranks; it differs from that of a single process by rounding.
+A `DeviceMesh` of data x query ranks has both (`GroupAxes`). All ranks end with the same gradients:
+a sum is bitwise equal on all ranks; it differs from that of a single process by rounding.
 """
 
 from __future__ import annotations

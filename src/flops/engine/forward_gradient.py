@@ -24,7 +24,6 @@ from flops.allocators.equal import Equal
 from flops.allocators.gaussian import Gaussian
 from flops.engine.allocation import budget_of, budgets_of, floor_of
 from flops.engine.auto_groups import block_groups, default_groups
-from flops.engine.clean_pass import clean_pass
 from flops.engine.collectives import axes
 from flops.engine.fingerprint import fingerprint
 from flops.engine.gradients import Update
@@ -35,6 +34,7 @@ from flops.engine.report import StepReport
 from flops.engine.state import SCHEMA, check_state, memory_in
 from flops.engine.step import (
     Session,
+    clean_pass,
     report_of,
     run_queries,
     write_gradients,

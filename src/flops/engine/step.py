@@ -1,6 +1,6 @@
 """One step: queries of all groups at the same parameters, then the gradients.
 
-Phase 1: clean pass (`flops.engine.clean_pass`), allocation (`flops.engine.group_step`), and the
+Phase 1: clean pass, allocation (`flops.engine.group_step`), and the
 queries of all groups. Every group plans rows; they run chunk by chunk, anywhere; and ranks
 synchronise once per round. Nothing is written.
 Phase 2: gradients, group by group and parameter by parameter (`flops.engine.gradients`).
@@ -22,10 +22,11 @@ from flops.engine.group_step import GroupStep
 from flops.engine.layout import Layout
 from flops.engine.report import StepReport
 from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, gathered, own_chunks
+from flops.engine.shared_clean_pass import shared_clean_pass, worth_sharing
 from flops.estimators.base import Perturbation, Plan, Queries, RowResults, Rows
 from flops.passes.batch import check_finite
 from flops.passes.local_vjp import Gradients
-from flops.passes.loss_view import LossView
+from flops.passes.loss_view import LossView, loss_view
 from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes
 
@@ -174,6 +175,40 @@ class QueryLoop:
         found = iter(self._ranks.sum_scalars(costs))
         for step in self._steps:
             step.cost.rows, step.cost.queries = round(next(found)), next(found)
+
+
+def clean_pass(
+    passes: Passes,
+    layout: Layout,
+    reads: bool,
+    ranks: Ranks,
+    check: Callable[[], None],
+    view: bool,
+) -> tuple[Tensor, dict[int, list[Any]], LossView | None]:
+    """Losses, recorded calls and the loss's view of the clean pass, the same on all ranks.
+
+    Args:
+        passes: Passes over the batch.
+        layout: Its layout.
+        reads: Whether anything reads the clean pass; else there is none, and losses are NaN.
+        ranks: Ranks that share the rows.
+        check: Raises if the pass was random.
+        view: Whether estimators read what the loss reads of the outputs.
+    """
+    size, seen = passes.batch.size, list[Any]()
+    if not reads:
+        dtype = layout.structure.losses.dtype
+        return torch.full((size,), torch.nan, dtype=dtype), {}, None
+    if ranks.size > 1 and worth_sharing(layout, size, ranks, view):
+        shown = seen if view else None
+        losses, record = shared_clean_pass(passes, layout, ranks, check, shown)
+    else:
+        see = (lambda *outputs: seen.extend(outputs)) if view else None
+        losses, recorded = passes.clean(layout.needed, layout.embedding, see=see)
+        check()
+        losses, record = ranks.broadcast(losses), dict(recorded)
+    check_finite(losses, "the clean pass")
+    return losses, record, loss_view(passes.batch, *seen) if seen else None
 
 
 Run = Callable[[Query], RowResults]
