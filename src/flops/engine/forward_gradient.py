@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from flops.allocators.base import Allocator, Signal
 from flops.allocators.equal import Equal
 from flops.allocators.gaussian import Gaussian
-from flops.engine.allocation import budget_of, budgets_of, floor_of
 from flops.engine.auto_groups import block_groups, default_groups
+from flops.engine.budgets import budgets_of
 from flops.engine.collectives import axes
 from flops.engine.fingerprint import fingerprint
 from flops.engine.gradients import Update
-from flops.engine.group_step import GroupStep
+from flops.engine.group_step import GroupStep, budget_of, floor_of
 from flops.engine.groups import Group, ResolvedGroup, check_allocators, check_seeded, resolve
 from flops.engine.layout import Layout, Layouts
 from flops.engine.report import StepReport
@@ -373,7 +373,10 @@ class ForwardGradient:
             size: Points.
             agree: Makes queries per point equal on ranks that round differently.
         """
-        return budgets_of(self.groups, self.allocators, self.memory, size, self.steps, agree)
+        shared = any(allocator.across_groups for allocator in self.allocators.values())
+        if shared or any(group.automatic for group in self.groups):
+            return budgets_of(self.groups, self.allocators, self.memory, size, self.steps, agree)
+        return {group.name: budget_of(group, size) for group in self.groups}
 
     def _reads_clean(self, layout: Layout) -> bool:
         if layout.embedding is not None or self._reads:
