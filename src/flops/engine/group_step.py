@@ -7,18 +7,18 @@ outlook for automatic numbers of queries (`flops.allocators.progress`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.budgets import demand_of, note_demand
 from flops.allocators.fixed import Fixed
 from flops.allocators.progress import isotropic_cosines, note_outlook
-from flops.engine.gradients import Collector, Discard, GroupSink, Writer
+from flops.engine.gradients import Collector, Discard, Writer
 from flops.engine.groups import ResolvedGroup
 from flops.engine.joint_learning import learn_jointly
 from flops.engine.pilot import Pilot
@@ -26,8 +26,9 @@ from flops.engine.rows import Cost, LocalRunner
 from flops.errors import QueryError
 from flops.estimators.base import Estimate, Estimation, Plan, Queries, Runner, Sink
 from flops.estimators.variance import traces_of, variance
-from flops.passes.local_vjp import Gradients
+from flops.passes.local_vjp import Gradients, add_gradients, inner
 from flops.passes.ranks import Replicas
+from flops.perturb.draws import Draws
 from flops.subspace.report import ShapingReport
 
 KEEP = 0.8  # decay of running averages
@@ -48,6 +49,91 @@ class Idle(Estimation):
     def finish(self) -> Estimate:
         """No statistics."""
         return Estimate()
+
+
+class GroupSink:
+    """Sums a group's gradients until they are complete; see `flops.estimators.base.Sink`.
+
+    Args:
+        writer: Writer of the step.
+        group: Name of the group.
+        parameters: Parameters of the group.
+        hold: Whether nothing is complete before `close`, because other ranks, or queries after a
+            pilot, add to it.
+        exact: The exact gradient, for the cosine.
+        share: This rank's share of some draws, first and last + 1; the others add theirs.
+
+    Attributes:
+        sums: Partial gradients of parameters that are not complete.
+        energy: Squared norm of the complete gradients.
+    """
+
+    def __init__(
+        self,
+        writer: Writer | Discard,
+        group: str,
+        parameters: Sequence[nn.Parameter],
+        hold: bool = False,
+        exact: Gradients | None = None,
+        share: Callable[[int], tuple[int, int]] | None = None,
+    ) -> None:
+        self._writer, self._group, self._hold, self._exact = writer, group, hold, exact
+        self._share = share
+        self._open = dict.fromkeys(parameters)
+        self.sums: Gradients = {}
+        self.energy, self._truth, self._product = 0.0, 0.0, 0.0
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to a parameter's gradient."""
+        add_gradients(self.sums, {parameter: gradient})
+
+    def add_draws(self, draws: Draws) -> None:
+        """The complete gradient of the group, as keys and scalars."""
+        if self._share is not None:
+            draws = draws.part(*self._share(len(draws.weights)))
+        if self._hold or self._exact is not None:
+            for parameter, gradient, _ in draws.gradients():
+                self.add(parameter, gradient)
+                self.complete([parameter])
+        else:
+            self.energy += self._writer.take_draws(self._group, draws)
+            self._open.clear()
+
+    def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
+        """Pass complete gradients on; ``after`` is the time that their pass has reached."""
+        if self._hold:
+            return
+        whole = [p for p in parameters if p in self._open]
+        for parameter in whole:
+            del self._open[parameter]
+            if parameter in self.sums:
+                gradient = self.sums.pop(parameter)
+                self._measure(parameter, gradient)
+                self._writer.take(parameter, gradient)
+        if after is not None:
+            self._writer.passed(self._group, after)
+        self._writer.done(whole)
+
+    def close(self) -> None:
+        """Pass the remaining gradients on."""
+        self._hold = False
+        self._writer.passed(self._group, None)
+        self.complete(list(self._open))
+
+    @property
+    def cosine(self) -> float:
+        """Cosine to the exact gradient; NaN if a parameter has none."""
+        if self._exact is None or math.isnan(self._truth):
+            return math.nan
+        scale = (self.energy * self._truth) ** 0.5
+        return self._product / scale if scale > 0 else 0.0
+
+    def _measure(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self.energy += inner(gradient, gradient)
+        if self._exact is not None:
+            truth = self._exact.get(parameter)
+            self._truth += math.nan if truth is None else inner(truth, truth)
+            self._product += 0.0 if truth is None else inner(gradient, truth)
 
 
 class GroupStep:
@@ -133,9 +219,7 @@ class GroupStep:
             plan = self.estimation.plan()
         return plan
 
-    def write(
-        self, writer: Writer | Collector, exact: Gradients | None = None, scale: float = 1.0
-    ) -> None:
+    def write(self, writer: Writer, exact: Gradients | None = None, scale: float = 1.0) -> None:
         """Write the gradient times a scale, and train the allocator."""
         size, pilot, parameters = self._queries.size, self._pilot, self.group.parameters
         replicas, joint = self.runner.replicas, self.estimation.joint
@@ -144,7 +228,7 @@ class GroupStep:
         shared = partial or split or (replicas.several and not joint)
         own = 1.0 if joint else replicas.share
         withheld = self.estimation.withheld
-        target = Discard(writer) if withheld and isinstance(writer, Writer) else writer
+        target = Discard(writer) if withheld and not isinstance(writer, Collector) else writer
         part = self.runner.share if split else None
         hold = pilot is not None or shared
         sink = GroupSink(target, self.group.name, parameters, hold, exact, part)
@@ -186,13 +270,13 @@ class GroupStep:
         if self.group.automatic and self.dropped < replicas.total:
             self._note_outlook(norm, cost, mean)
 
-    def _split(self, writer: Writer | Collector) -> bool:
+    def _split(self, writer: Writer) -> bool:
         """Whether ranks that share the rows sum gradients over parts of many shared draws.
 
         Of a few draws, everybody generates all: that takes less time than to send a gradient.
         """
-        estimator, seeded = self.group.estimator, isinstance(writer, Writer) and writer.seeded
-        if self.runner.world_size == 1 or not estimator.seeded or seeded:
+        estimator = self.group.estimator
+        if self.runner.world_size == 1 or not estimator.seeded or writer.seeded:
             return False
         return int(self.counts[0]) // estimator.unit >= MANY
 

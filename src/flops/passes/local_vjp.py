@@ -61,6 +61,15 @@ def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
         into[parameter] = into[parameter] + gradient if parameter in into else gradient
 
 
+def accumulate(parameter: nn.Parameter, gradient: Tensor, own: bool = False) -> None:
+    """Add a gradient to ``.grad``, which may keep the tensor if it is owned."""
+    with torch.no_grad():
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient.to(parameter))
+        else:  # a copy, unless owned: autograd may return one tensor for two parameters
+            parameter.grad = gradient.to(parameter, copy=not own)
+
+
 def inner(a: Tensor, b: Tensor) -> float:
     """<a, b> in double precision."""
     return sum(float((x.double() * y.double()).sum()) for x, y in _pieces(a, b))
