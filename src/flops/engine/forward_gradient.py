@@ -10,7 +10,6 @@ import copy
 import math
 import operator
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -43,7 +42,6 @@ from flops.engine.step import (
 from flops.engine.summary import summary
 from flops.errors import CoverageError, FlopsError
 from flops.estimators.exact import exact_gradients
-from flops.estimators.variance import users_frame
 from flops.passes.batch import Batch, LossFunction, positions
 from flops.passes.checks import unwrap
 from flops.passes.guards import (
@@ -317,15 +315,7 @@ class ForwardGradient:
                 raise
             groups = resolve(block_groups(self.modules), self.modules, self.model)
             layouts = self._layouts.of(groups)
-            try:
-                found = layouts.find(batch, state)
-            except CoverageError:
-                raise error from None
-            warnings.warn(
-                "noise goes on the output of every block, which takes more queries, since the "
-                f"model cannot be cut into stages: {error}",
-                stacklevel=users_frame(),
-            )
+            found = layouts.find_without_stages(batch, state, error)
             self.groups, self._layouts = groups, layouts
             return found
 
