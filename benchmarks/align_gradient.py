@@ -14,7 +14,7 @@ from typing import Any
 from rich.progress import track
 
 from flops import ForwardGradient, Group, LikelihoodRatio
-from flops.perturb.noise import Kind
+from flops.perturb.random import Kind
 from flops.tasks.alignment.adapter import identity_loss
 from flops.tasks.alignment.config import AlignConfig
 from flops.training.trainer import Trainer

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from flops import ES, FZOO, JVP, LOZO, SPSA, Exact, ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.passes.interrupts import SIGNALS, DeferSignals
-from flops.perturb import noise
+from flops.passes.guards import SIGNALS, DeferSignals
+from flops.perturb import random
 
 THREADS = torch.get_num_threads()
 ESTIMATORS = {
@@ -53,7 +53,7 @@ def _seed() -> Iterator[None]:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How noise is made: as on the CPU, or (here on the CPU, too) as on every other device."""
     if request.param == "device":
-        monkeypatch.setattr(noise, "native", lambda device: False)
+        monkeypatch.setattr(random, "native", lambda device: False)
     return request.param
 
 

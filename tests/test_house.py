@@ -34,11 +34,13 @@ from flops import (
 )
 from flops.allocators import Bernoulli, Equal, Fixed, Gaussian, Neyman, Signal, Traces
 from flops.blackbox import Candidates, OnFailure, Outputs, Tuner
+from tests.support.scripts import load_script
 
 SOURCE, TESTS = Path(flops.__file__).parent, Path(__file__).parent
 MODULES = sorted(TESTS.rglob("*.py"))
 ROOT_FILES = 8
-LINES = 400  # of a test module
+LINES = 400  # of a test module, and of a file that a step runs through
+READ = {"likelihood ratio": 15, "shaped, Gaussian allocator": 24}  # files that a step runs through
 REPR = 200  # characters
 
 
@@ -50,6 +52,15 @@ def test_the_root_of_the_package_has_few_files() -> None:
 def test_test_modules_are_short() -> None:
     long = {str(p.relative_to(TESTS)): n for p in MODULES if (n := len(lines(p))) > LINES}
     assert not long, "split them by topic, along the tree of src/flops"
+
+
+def test_a_step_runs_through_few_files() -> None:
+    """Merging files is no way out: these stay as short as test modules."""
+    trace = load_script("trace_files")
+    found = {name: trace.files(fg) for name, fg in trace.steps().items()}
+    assert all(len(files) <= READ[name] for name, files in found.items()), found
+    sizes = {file: len(lines(SOURCE / file)) for files in found.values() for file in files}
+    assert max(sizes.values()) <= LINES, sizes
 
 
 def lines(path: Path) -> list[str]:

@@ -21,7 +21,7 @@ from flops import (
 from flops.allocators import Equal, Fixed
 from flops.estimators import Exact
 from flops.estimators.likelihood_ratio import _Isotropic
-from flops.perturb.noise import COMPACT
+from flops.perturb.random import COMPACT
 from flops.presets import mezo
 from tests.conftest import (
     ESTIMATORS,

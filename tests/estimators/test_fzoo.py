@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flops import FZOO, ForwardGradient, Group, QueryError
 from flops.perturb import draws
-from flops.perturb.noise import fill
+from flops.perturb.random import fill
 from flops.presets import fzoo
 from tests.conftest import estimate, exact, flat, gradients, sign_vectors, squared
 from tests.statistical.helpers import REPLICATES, assert_mean

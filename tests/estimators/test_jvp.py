@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flops import JVP, CoverageError, ForwardGradient, Group, NonFiniteLossError
 from flops.estimators.jvp import WORK
-from flops.perturb.noise import fill
+from flops.perturb.random import fill
 from flops.presets import jvp
 from tests.conftest import exact, squared
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flops import LOZO, ForwardGradient, Group
 from flops.perturb import draws
-from flops.perturb.noise import fill
+from flops.perturb.random import fill
 from flops.presets import lozo
 from tests.conftest import exact, flat, gradients, squared
 from tests.statistical.helpers import REPLICATES, assert_mean

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flops import ES, FZOO, JVP, LOZO, SPSA, DeepZero, ForwardGradient, Group, MeZO
 from flops.perturb import draws
-from flops.perturb.noise import fill
+from flops.perturb.random import fill
 from flops.presets import mezo
 from tests.conftest import gradients, squared
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flops import ES, SPSA, Group, LikelihoodRatio
 from flops.perturb import draws
-from flops.perturb.noise import NoiseStream
+from flops.perturb.random import NoiseStream
 from tests.conftest import cosine, estimate, exact, flat, sign_vectors, squared
 
 SIGMA = 0.3  # large: a quadratic has no smoothing bias

@@ -127,9 +127,7 @@ def test_the_engine_looks_only_where_a_group_asks_for_it(monkeypatch: pytest.Mon
 
     model = nn.Linear(3, 2)
     seen = []
-    monkeypatch.setattr(
-        "flops.engine.clean_pass.loss_view", lambda *a: seen.append(a) or loss_view(*a)
-    )
+    monkeypatch.setattr("flops.engine.step.loss_view", lambda *a: seen.append(a) or loss_view(*a))
     for shaping, looks in [(None, 0), (Shaping(outputs=False), 0), (Shaping(), 1)]:
         seen.clear()
         group = Group(model, LikelihoodRatio(shaping=shaping), 4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import CoverageError, ForwardGradient, Group, LikelihoodRatio
-from flops.passes.checks import slow_attention_path
+from flops.passes.guards import slow_attention_path
 from tests.conftest import cosine, estimate, exact, flat, gradients, squared
 from tests.support.replaying import ESTIMATORS, UNet, stack, stateful
 from tests.support.zoo import CASES, classes, vit_model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flops.perturb import draws as module
 from flops.perturb.draws import Draws, DrawShape, shifted, squared_norm
 from flops.perturb.low_rank import LowRank
-from flops.perturb.noise import fill
+from flops.perturb.random import fill
 
 KEY = (3, 1, 4)
 

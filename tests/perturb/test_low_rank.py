@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flops.perturb import low_rank
 from flops.perturb.draws import DrawShape
 from flops.perturb.low_rank import LowRank
-from flops.perturb.noise import fill
+from flops.perturb.random import fill
 
 KEY = (3, 17, 4, 0)  # seed, step, group, draw
 

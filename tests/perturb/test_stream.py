@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flops.perturb import random
-from flops.perturb.noise import KINDS, NoiseStream
-from flops.perturb.random import cpu_words, mix
+from flops.perturb import splitmix
+from flops.perturb.random import KINDS, NoiseStream, cpu_words, mix, sequence
 from tests.support.noise import hashed, key_of, noise, pcg64dxsm, quantiles
 
 KEYS = [(0,), (7, 3, 1), (-1, 2**70, 5), (123, 0, 0, 9)]
@@ -23,7 +22,7 @@ def test_keys_and_words_are_the_documented_ones(key: tuple[int, ...], first: int
     expected = [word for word, _ in zip(pcg64dxsm(name), range(first + 50), strict=False)][first:]
     assert cpu_words(name, first).random_raw(50).tolist() == expected
     expected = [word for word, _ in zip(hashed(name), range(first + 50), strict=False)][first:]
-    found = random.device_words(random.sequence(name), first, 50, CPU)
+    found = splitmix.device_words(sequence(name), first, 50, CPU)
     assert [word % 2**64 for word in found.tolist()] == expected
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flops.subspace.config import Shaping
-from flops.subspace.design import Design
+from flops.subspace.measurements import Design
 from flops.subspace.moments import Moments, leading, learn
 from flops.subspace.regression import (
     Regression,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flops.subspace.design import Design, needed, real_directions
+from flops.subspace.basis import needed, real_directions
+from flops.subspace.measurements import Design
 from tests.support.shaped_cases import DRAWS, ISO, SIZE, case
 
 both = pytest.mark.parametrize("masked", [False, True])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flops.passes.ranks import Replicas
 from flops.subspace import mean_jacobian
-from flops.subspace.design import Design
 from flops.subspace.mean_jacobian import MeanJacobian
+from flops.subspace.measurements import Design
 from tests.support.shaped_cases import FEATURES, SIZE, Case, case
 
 AGE = 0.8  # weight of a row of the step before

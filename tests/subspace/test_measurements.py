@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flops.perturb.noise import NoiseStream
+from flops.perturb.random import NoiseStream
 from flops.subspace.basis import Grid
 from flops.subspace.measurements import Isotropic, _cut
 from tests.support.shaped_cases import case

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.engine.allocation import LOOK, PATIENCE
+from flops.engine.budgets import LOOK, PATIENCE
 from flops.optim import step_as_gradients_appear
 from tests.conftest import exact, flat, gradients
 from tests.support.planted import planted

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from flops import ES, DeepZero, ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.estimators import MeZO
 from flops.optim import ZerothOrderSGD
-from flops.perturb import draws, noise
+from flops.perturb import draws, random
 from tests.conftest import flat, gradients, squared
 from tests.support.contract import ESTIMATORS
 from tests.support.simulated_device import DEVICE, Traffic, move
@@ -36,7 +36,7 @@ class Case:
     model: Callable[[], nn.Module]
     inputs: Callable[[], Any]
     estimator: Any
-    compact: int = noise.COMPACT
+    compact: int = random.COMPACT
     optimizer: bool = False
     keep: int = draws.KEEP
 
@@ -93,7 +93,7 @@ def steps(case: Case, traffic: Traffic | None = None) -> Tensor:
         model, targets = move(model), targets.to(DEVICE)
         inputs = tree_map(lambda x: x.to(DEVICE), inputs)
         for signs in (False, True):  # tables are sent once, whatever is estimated
-            noise.table(signs, DEVICE)
+            random.table(signs, DEVICE)
         traffic.copies.clear()
     estimator = case.estimator
     if estimator.sigma is not None:
@@ -116,23 +116,23 @@ def weights(model: nn.Module) -> Tensor:
 
 def run(case: Case) -> tuple[int, float]:
     """The largest copy to the device, and the relative difference to the steps on the CPU."""
-    noise.COMPACT, draws.KEEP = case.compact, case.keep
+    random.COMPACT, draws.KEEP = case.compact, case.keep
     with Traffic() as traffic:
         found = steps(case, traffic)
-    native, noise.native = noise.native, lambda device: False
+    native, random.native = random.native, lambda device: False
     try:
         truth = steps(case)
     finally:
-        noise.native = native
+        random.native = native
     return max(traffic.copies), float((found - truth).norm() / truth.norm())
 
 
 def plant() -> list[str]:
     """Noise is made on the CPU and sent; returns the cases that this breaks."""
-    rows, fill = noise.NoiseStream.rows, noise.fill
+    rows, fill = random.NoiseStream.rows, random.fill
 
     def sent_rows(
-        self: noise.NoiseStream, points: Tensor, numbers: Tensor, out: Any = None
+        self: random.NoiseStream, points: Tensor, numbers: Tensor, out: Any = None
     ) -> Tensor:
         home, self._device = self._device, torch.device("cpu")
         found = rows(self, points, numbers).to(home)
@@ -142,7 +142,7 @@ def plant() -> list[str]:
     def sent_fill(kind: Any, key: tuple[int, ...], out: Tensor) -> Tensor:
         return out.copy_(fill(kind, key, torch.empty(out.shape)))
 
-    noise.NoiseStream.rows = sent_rows
+    random.NoiseStream.rows = sent_rows
     draws.fill = sent_fill
     return ["LikelihoodRatio", "LikelihoodRatio-shaping", "SPSA", "MeZO"]
 

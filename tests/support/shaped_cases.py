@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flops.passes.loss_view import LossView
 from flops.subspace.basis import Basis, Grid, Space, signed
-from flops.subspace.design import Design
-from flops.subspace.measurements import Measurements
+from flops.subspace.measurements import Design, Measurements
 from flops.subspace.moments import Factor, Moments, leading
 
 SIZE, FEATURES = 4, 3

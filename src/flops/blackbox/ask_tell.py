@@ -16,7 +16,7 @@ from torch import Tensor
 from flops.blackbox.failures import FailureMeter, OnFailure
 from flops.blackbox.objective import Candidates, Objective, ObjectiveError, checked, columns_of
 from flops.errors import FlopsError
-from flops.passes.interrupts import Atomic, DeferSignals
+from flops.passes.guards import Atomic, DeferSignals
 from flops.subspace.step import Decide
 
 T = TypeVar("T")

@@ -24,9 +24,8 @@ from flops.blackbox.order import Order
 from flops.blackbox.outputs import Outputs
 from flops.blackbox.step_size import MOST, LineSearch, StepSize, due
 from flops.blackbox.vector import Vector, VectorEngine
-from flops.engine.allocation import budget_of, floor_of
 from flops.engine.gradients import Collector
-from flops.engine.group_step import GroupStep
+from flops.engine.group_step import GroupStep, budget_of, floor_of
 from flops.engine.groups import check_allocators
 from flops.engine.report import StepReport
 from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner

@@ -45,7 +45,7 @@ from flops.estimators.variance import warn_if_rounding
 from flops.passes.replay import Passes
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
-from flops.perturb.noise import Kind, NoiseStream
+from flops.perturb.random import Kind, NoiseStream
 from flops.subspace.report import ShapedEstimate, ShapingReport
 
 MOST = 512  # derivatives per point in a fit, whose cost grows with their cube

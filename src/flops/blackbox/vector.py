@@ -18,7 +18,7 @@ from flops.engine.rows import Cost, LocalRunner, part
 from flops.engine.step import Query
 from flops.estimators.base import Estimator
 from flops.passes.batch import Batch
-from flops.passes.checks import RandomState
+from flops.passes.guards import RandomState
 from flops.passes.replay import Passes
 
 

@@ -25,8 +25,8 @@ is the mean over its points and counts by their number, so batches may have diff
 | shaped noise | and second moments of every site, sums of its regression, some rows of noise |
 | allocators that learn | losses and traces of the points, their embeddings for a kernel |
 
-A `DeviceMesh` of data x query ranks has both (`Axes`). Every rank ends with the same gradients: a
-sum is bitwise equal on all ranks; it differs from that of a single process by rounding.
+A `DeviceMesh` of data x query ranks has both (`GroupAxes`). All ranks end with the same gradients:
+a sum is bitwise equal on all ranks; it differs from that of a single process by rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -48,11 +48,8 @@ from flops.engine.rows import shares
 from flops.engine.watch import Watch, WorkerError, watch_of
 from flops.passes.batch import Batch
 from flops.passes.local_vjp import Gradients
-from flops.passes.ranks import Ranks, Replicas
+from flops.passes.ranks import AXES, Axes, Parallel, ProcessGroup, Ranks, Replicas
 
-ProcessGroup = Any  # torch's type is missing if torch was built without it
-Parallel = Literal["data", "query"]
-AXES = ("data", "query")
 BUCKET = 1 << 22  # values per message: gradients are never copied as a whole
 
 
@@ -306,8 +303,8 @@ class DataParallel(Replicas):
 
 
 @dataclass(frozen=True)
-class Axes:
-    """Ranks that share queries with this one, and ranks with other points."""
+class GroupAxes(Axes):
+    """Those of a process group."""
 
     query: Ranks
     data: Ranks
@@ -315,14 +312,7 @@ class Axes:
     def meet(
         self, batch: Batch, index: Tensor | None, run: Callable[..., Fingerprint], join: bool
     ) -> tuple[Ranks, Replicas]:
-        """Ranks that share the rows, and those with other points, after checks of both.
-
-        Args:
-            batch: This rank's batch.
-            index: Positions of its points in the data set.
-            run: Fingerprint of the run, and of what else must be the same.
-            join: Whether data-parallel ranks join their batches.
-        """
+        """Ranks that share the rows, and those with other points, after checks of both."""
         replicas = Replicas(batch.size)
         if isinstance(self.query, Collectives):
             self.query.check_same(run(batch=batch.leaves, index=index))
@@ -349,11 +339,9 @@ def axes(group: ProcessGroup | Ranks | Literal["auto"] | None, parallel: Paralle
     Raises:
         ValueError: If the dimensions of a mesh have other names.
     """
-    if parallel not in AXES:
-        raise ValueError(f"parallel must be 'data' or 'query', not {parallel!r}")
     if isinstance(group, Ranks) or not dist.is_available() or not isinstance(group, DeviceMesh):
         found = Collectives.of(group)
-        return Axes(found, Ranks()) if parallel == "query" else Axes(Ranks(), found)
+        return GroupAxes(found, Ranks()) if parallel == "query" else GroupAxes(Ranks(), found)
     names = group.mesh_dim_names or ()
     if not names or set(names) - set(AXES):
         raise ValueError(
@@ -361,7 +349,7 @@ def axes(group: ProcessGroup | Ranks | Literal["auto"] | None, parallel: Paralle
             f"{list(names)}: init_device_mesh('cpu', (4, 2), mesh_dim_names=('data', 'query'))"
         )
     of = {name: Collectives.of(group.get_group(name)) for name in names}
-    return Axes(of.get("query", Ranks()), of.get("data", Ranks()))
+    return GroupAxes(of.get("query", Ranks()), of.get("data", Ranks()))
 
 
 def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -10,7 +10,6 @@ import copy
 import math
 import operator
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,19 +21,19 @@ from torch import Tensor, nn
 from flops.allocators.base import Allocator, Signal
 from flops.allocators.equal import Equal
 from flops.allocators.gaussian import Gaussian
-from flops.engine.allocation import budget_of, budgets_of, floor_of
 from flops.engine.auto_groups import block_groups, default_groups
-from flops.engine.clean_pass import clean_pass
-from flops.engine.collectives import Parallel, ProcessGroup, axes
+from flops.engine.budgets import budgets_of
+from flops.engine.collectives import axes
 from flops.engine.fingerprint import fingerprint
 from flops.engine.gradients import Update
-from flops.engine.group_step import GroupStep
+from flops.engine.group_step import GroupStep, budget_of, floor_of
 from flops.engine.groups import Group, ResolvedGroup, check_allocators, check_seeded, resolve
 from flops.engine.layout import Layout, Layouts
 from flops.engine.report import StepReport
 from flops.engine.state import SCHEMA, check_state, memory_in
 from flops.engine.step import (
     Session,
+    clean_pass,
     report_of,
     run_queries,
     write_gradients,
@@ -43,20 +42,21 @@ from flops.engine.step import (
 from flops.engine.summary import summary
 from flops.errors import CoverageError, FlopsError
 from flops.estimators.exact import exact_gradients
-from flops.estimators.variance import users_frame
 from flops.passes.batch import Batch, LossFunction, positions
-from flops.passes.checks import (
+from flops.passes.checks import unwrap
+from flops.passes.guards import (
+    Atomic,
+    Claim,
+    DeferSignals,
     RandomState,
     check_deterministic,
     check_modes,
     no_autocast_cache,
     slow_attention_path,
-    unwrap,
 )
-from flops.passes.intercept import Claim
-from flops.passes.interrupts import Atomic, DeferSignals
 from flops.passes.local_vjp import Gradients
 from flops.passes.loss_view import joint_view
+from flops.passes.ranks import Axes, Parallel, ProcessGroup, in_group
 from flops.passes.replay import Passes
 
 
@@ -183,7 +183,7 @@ class ForwardGradient:
             with DeferSignals(), ExitStack() as atomic:
                 return self._estimate(inputs, targets, index, float(scale), exact, update, atomic)
         except BaseException as error:
-            axes(self.process_group, self.parallel).fail(error)
+            self._axes().fail(error)
             raise
 
     def _estimate(
@@ -268,7 +268,7 @@ class ForwardGradient:
         places = positions(index, batch.size)
         check_modes(self.modules)
         run = partial(fingerprint, self.model, self.steps, self.seed)
-        ranks, replicas = axes(self.process_group, self.parallel).meet(batch, places, run, join)
+        ranks, replicas = self._axes().meet(batch, places, run, join)
         with DeferSignals(), Claim(self.modules):
             state = RandomState()
             try:
@@ -302,6 +302,10 @@ class ForwardGradient:
             finally:
                 state.restore()
 
+    def _axes(self) -> Axes:
+        group, parallel = self.process_group, self.parallel
+        return axes(group, parallel) if in_group(group, parallel) else Axes()
+
     def _find(self, batch: Batch, state: RandomState) -> tuple[Layout, float]:
         """The batch's layout and its cost; automatic groups are no stages where they cannot be."""
         try:
@@ -311,15 +315,7 @@ class ForwardGradient:
                 raise
             groups = resolve(block_groups(self.modules), self.modules, self.model)
             layouts = self._layouts.of(groups)
-            try:
-                found = layouts.find(batch, state)
-            except CoverageError:
-                raise error from None
-            warnings.warn(
-                "noise goes on the output of every block, which takes more queries, since the "
-                f"model cannot be cut into stages: {error}",
-                stacklevel=users_frame(),
-            )
+            found = layouts.find_without_stages(batch, state, error)
             self.groups, self._layouts = groups, layouts
             return found
 
@@ -367,7 +363,10 @@ class ForwardGradient:
             size: Points.
             agree: Makes queries per point equal on ranks that round differently.
         """
-        return budgets_of(self.groups, self.allocators, self.memory, size, self.steps, agree)
+        shared = any(allocator.across_groups for allocator in self.allocators.values())
+        if shared or any(group.automatic for group in self.groups):
+            return budgets_of(self.groups, self.allocators, self.memory, size, self.steps, agree)
+        return {group.name: budget_of(group, size) for group in self.groups}
 
     def _reads_clean(self, layout: Layout) -> bool:
         if layout.embedding is not None or self._reads:

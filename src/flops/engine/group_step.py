@@ -7,24 +7,28 @@ outlook for automatic numbers of queries (`flops.allocators.progress`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flops.allocators.base import Allocator, Signal
+from flops.allocators.base import Allocator, Learner, Signal
 from flops.allocators.budgets import demand_of, note_demand
+from flops.allocators.fixed import Fixed
 from flops.allocators.progress import isotropic_cosines, note_outlook
-from flops.engine.allocation import counts_of, learn
-from flops.engine.gradients import Collector, Discard, GroupSink, Writer
+from flops.engine.gradients import Collector, Discard, Writer
 from flops.engine.groups import ResolvedGroup
+from flops.engine.joint_learning import learn_jointly
 from flops.engine.pilot import Pilot
 from flops.engine.rows import Cost, LocalRunner
+from flops.errors import QueryError
 from flops.estimators.base import Estimate, Estimation, Plan, Queries, Runner, Sink
 from flops.estimators.variance import traces_of, variance
-from flops.passes.local_vjp import Gradients
+from flops.passes.local_vjp import Gradients, add_gradients, inner
+from flops.passes.ranks import Replicas
+from flops.perturb.draws import Draws
 from flops.subspace.report import ShapingReport
 
 KEEP = 0.8  # decay of running averages
@@ -45,6 +49,91 @@ class Idle(Estimation):
     def finish(self) -> Estimate:
         """No statistics."""
         return Estimate()
+
+
+class GroupSink:
+    """Sums a group's gradients until they are complete; see `flops.estimators.base.Sink`.
+
+    Args:
+        writer: Writer of the step.
+        group: Name of the group.
+        parameters: Parameters of the group.
+        hold: Whether nothing is complete before `close`, because other ranks, or queries after a
+            pilot, add to it.
+        exact: The exact gradient, for the cosine.
+        share: This rank's share of some draws, first and last + 1; the others add theirs.
+
+    Attributes:
+        sums: Partial gradients of parameters that are not complete.
+        energy: Squared norm of the complete gradients.
+    """
+
+    def __init__(
+        self,
+        writer: Writer | Discard,
+        group: str,
+        parameters: Sequence[nn.Parameter],
+        hold: bool = False,
+        exact: Gradients | None = None,
+        share: Callable[[int], tuple[int, int]] | None = None,
+    ) -> None:
+        self._writer, self._group, self._hold, self._exact = writer, group, hold, exact
+        self._share = share
+        self._open = dict.fromkeys(parameters)
+        self.sums: Gradients = {}
+        self.energy, self._truth, self._product = 0.0, 0.0, 0.0
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to a parameter's gradient."""
+        add_gradients(self.sums, {parameter: gradient})
+
+    def add_draws(self, draws: Draws) -> None:
+        """The complete gradient of the group, as keys and scalars."""
+        if self._share is not None:
+            draws = draws.part(*self._share(len(draws.weights)))
+        if self._hold or self._exact is not None:
+            for parameter, gradient, _ in draws.gradients():
+                self.add(parameter, gradient)
+                self.complete([parameter])
+        else:
+            self.energy += self._writer.take_draws(self._group, draws)
+            self._open.clear()
+
+    def complete(self, parameters: Sequence[nn.Parameter], after: int | None = None) -> None:
+        """Pass complete gradients on; ``after`` is the time that their pass has reached."""
+        if self._hold:
+            return
+        whole = [p for p in parameters if p in self._open]
+        for parameter in whole:
+            del self._open[parameter]
+            if parameter in self.sums:
+                gradient = self.sums.pop(parameter)
+                self._measure(parameter, gradient)
+                self._writer.take(parameter, gradient)
+        if after is not None:
+            self._writer.passed(self._group, after)
+        self._writer.done(whole)
+
+    def close(self) -> None:
+        """Pass the remaining gradients on."""
+        self._hold = False
+        self._writer.passed(self._group, None)
+        self.complete(list(self._open))
+
+    @property
+    def cosine(self) -> float:
+        """Cosine to the exact gradient; NaN if a parameter has none."""
+        if self._exact is None or math.isnan(self._truth):
+            return math.nan
+        scale = (self.energy * self._truth) ** 0.5
+        return self._product / scale if scale > 0 else 0.0
+
+    def _measure(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self.energy += inner(gradient, gradient)
+        if self._exact is not None:
+            truth = self._exact.get(parameter)
+            self._truth += math.nan if truth is None else inner(truth, truth)
+            self._product += 0.0 if truth is None else inner(gradient, truth)
 
 
 class GroupStep:
@@ -130,9 +219,7 @@ class GroupStep:
             plan = self.estimation.plan()
         return plan
 
-    def write(
-        self, writer: Writer | Collector, exact: Gradients | None = None, scale: float = 1.0
-    ) -> None:
+    def write(self, writer: Writer, exact: Gradients | None = None, scale: float = 1.0) -> None:
         """Write the gradient times a scale, and train the allocator."""
         size, pilot, parameters = self._queries.size, self._pilot, self.group.parameters
         replicas, joint = self.runner.replicas, self.estimation.joint
@@ -141,7 +228,7 @@ class GroupStep:
         shared = partial or split or (replicas.several and not joint)
         own = 1.0 if joint else replicas.share
         withheld = self.estimation.withheld
-        target = Discard(writer) if withheld and isinstance(writer, Writer) else writer
+        target = Discard(writer) if withheld and not isinstance(writer, Collector) else writer
         part = self.runner.share if split else None
         hold = pilot is not None or shared
         sink = GroupSink(target, self.group.name, parameters, hold, exact, part)
@@ -183,13 +270,13 @@ class GroupStep:
         if self.group.automatic and self.dropped < replicas.total:
             self._note_outlook(norm, cost, mean)
 
-    def _split(self, writer: Writer | Collector) -> bool:
+    def _split(self, writer: Writer) -> bool:
         """Whether ranks that share the rows sum gradients over parts of many shared draws.
 
         Of a few draws, everybody generates all: that takes less time than to send a gradient.
         """
-        estimator, seeded = self.group.estimator, isinstance(writer, Writer) and writer.seeded
-        if self.runner.world_size == 1 or not estimator.seeded or seeded:
+        estimator = self.group.estimator
+        if self.runner.world_size == 1 or not estimator.seeded or writer.seeded:
             return False
         return int(self.counts[0]) // estimator.unit >= MANY
 
@@ -227,6 +314,69 @@ class GroupStep:
         count = sum(p.numel() for p in self.group.parameters)
         local, memory = self.cost.local / self.runner.replicas.total, self._queries.memory
         note_outlook(memory, (count * energy) ** 0.5, cosines, cost, local)
+
+
+def budget_of(group: ResolvedGroup, size: int, queries: float | None = None) -> int:
+    """Queries of a group for ``size`` points, in whole units of the estimator."""
+    unit, exact = group.estimator.unit, (group.queries if queries is None else queries) * size
+    return int(exact + 1e-9 * exact) // unit * unit  # 1.15 * 100 is 115, not 114.99...
+
+
+def floor_of(allocator: Allocator, group: ResolvedGroup) -> int:
+    """Minimum queries of a point, in whole units of the estimator."""
+    unit = group.estimator.unit
+    return -(-allocator.min_queries // unit) * unit
+
+
+def counts_of(group: ResolvedGroup, allocator: Allocator, signal: Signal) -> Tensor:
+    """Counts of an allocator, in the order of the batch.
+
+    Raises:
+        QueryError: If the counts are invalid.
+    """
+    order = _order(allocator, signal)
+    counts = allocator.allocate(signal if order is None else signal.at(order))
+    integers = isinstance(counts, Tensor) and counts.dtype == torch.long
+    if not integers or counts.shape != signal.losses.shape:
+        raise QueryError(
+            f"group '{signal.group}': the allocator must return a LongTensor of shape "
+            f"{tuple(signal.losses.shape)}, not {counts!r}"
+        )
+    low, total = int(counts.min()), int(counts.sum())
+    if low < 0 or total == 0 or bool((counts % signal.unit).any()):
+        raise QueryError(
+            f"group '{signal.group}': the allocator must return multiples of {signal.unit}, none "
+            f"negative and not all 0, not {counts.tolist()[:8]}"
+        )
+    if group.estimator.shared and len(set(counts.tolist())) > 1:
+        raise QueryError(
+            f"group '{group.name}': its draws are shared by the batch, so every point "
+            "must get the same number of queries; make `queries` a whole number of "
+            f"draws ({group.estimator.unit} queries each), or use per-point draws"
+        )
+    return counts if order is None else torch.empty_like(counts).index_copy_(0, order, counts)
+
+
+def learn(
+    allocator: Allocator, signal: Signal, estimate: Estimate, replicas: Replicas | None = None
+) -> None:
+    """Train a learned allocator on this batch; with replicas, on the batch of all of them."""
+    if not isinstance(allocator, Learner) or estimate.points is None:
+        return
+    traces, order = traces_of(estimate, len(signal.losses)), _order(allocator, signal)
+    if order is not None:
+        signal, traces = signal.at(order), traces.at(order)
+    if replicas is None or not replicas.several:
+        allocator.learn(signal, traces)
+    else:
+        learn_jointly(allocator, signal, traces, replicas)
+
+
+def _order(allocator: Allocator, signal: Signal) -> Tensor | None:
+    """Points sorted by index, so that random choices and ties do not depend on their order."""
+    if signal.index is None or isinstance(allocator, Fixed):  # whose counts are by position
+        return None
+    return torch.argsort(signal.index)
 
 
 def note_signal(memory: dict[str, Any], norm: float, noise: float) -> None:

@@ -10,6 +10,7 @@ Embeddings measure the similarity of points, for the kernel of the Gaussian allo
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,11 @@ from torch.utils._pytree import tree_flatten
 
 from flops.engine.groups import ResolvedGroup
 from flops.errors import BatchError, CoverageError
-from flops.passes.batch import Batch
+from flops.estimators.variance import users_frame
+from flops.passes.batch import Batch, check_finite
 from flops.passes.binding import Binding
-from flops.passes.checks import Buffers, RandomState, check_deterministic, check_finite
-from flops.passes.interrupts import check
+from flops.passes.checks import Buffers
+from flops.passes.guards import RandomState, check, check_deterministic
 from flops.passes.replay import Passes
 from flops.passes.structure import FEW, FOLDED, MORE, Call, Leaf, Structure
 from flops.passes.trace import inspect, resized
@@ -172,6 +174,21 @@ class Layouts:
             self._known.pop(next(iter(self._known)))
         self._known[sizes] = layout
         return layout, cost
+
+    def find_without_stages(
+        self, batch: Batch, state: RandomState, error: CoverageError
+    ) -> tuple[Layout, float]:
+        """Like `find`, with a warning: blocks take the place of stages, which raised the error."""
+        try:
+            found = self.find(batch, state)
+        except CoverageError:
+            raise error from None
+        warnings.warn(
+            "noise goes on the output of every block, which takes more queries, since the "
+            f"model cannot be cut into stages: {error}",
+            stacklevel=users_frame(),
+        )
+        return found
 
     def _inspect(
         self, batch: Batch, state: RandomState, trainable: Mapping[int, str]

@@ -28,7 +28,7 @@ from flops.estimators.base import (
     Rows,
     Sink,
 )
-from flops.passes.checks import check_finite
+from flops.passes.batch import check_finite
 from flops.passes.local_vjp import Gradients, LocalTarget, local_vjps
 from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes, Record

@@ -1,9 +1,10 @@
 """One step: queries of all groups at the same parameters, then the gradients.
 
-Phase 1: clean pass (`flops.engine.clean_pass`), allocation (`flops.engine.group_step`), and the
-queries of all groups. Every group plans rows; they run chunk by chunk, anywhere; and ranks
-synchronise once per round. Nothing is written.
-Phase 2: gradients, group by group and parameter by parameter (`flops.engine.gradients`).
+Phase 1: clean pass, allocation (`flops.engine.group_step`), and the queries of all groups. Every
+group plans rows; they run chunk by chunk, anywhere; and ranks synchronise once per round. Nothing
+is written.
+Phase 2: gradients, group by group and parameter by parameter. Without hooks, nothing is written
+before all of them are known; with hooks, see `flops.engine.gradients`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flops.engine.gradients import Update, Writer
+from flops.engine.gradients import HOOKS, Streaming, Update, Writer
 from flops.engine.group_step import GroupStep
 from flops.engine.layout import Layout
 from flops.engine.report import StepReport
 from flops.engine.rows import Cost, ForwardEquivalents, LocalRunner, gathered, own_chunks
+from flops.engine.shared_clean_pass import shared_clean_pass, worth_sharing
 from flops.estimators.base import Perturbation, Plan, Queries, RowResults, Rows
-from flops.passes.checks import check_finite
-from flops.passes.local_vjp import Gradients
-from flops.passes.loss_view import LossView
+from flops.passes.batch import check_finite
+from flops.passes.local_vjp import Gradients, accumulate, add_gradients
+from flops.passes.loss_view import LossView, loss_view
 from flops.passes.ranks import Ranks, Replicas
 from flops.passes.replay import Passes
+from flops.perturb.draws import Draws
 
 
 @dataclass
@@ -176,6 +179,40 @@ class QueryLoop:
             step.cost.rows, step.cost.queries = round(next(found)), next(found)
 
 
+def clean_pass(
+    passes: Passes,
+    layout: Layout,
+    reads: bool,
+    ranks: Ranks,
+    check: Callable[[], None],
+    view: bool,
+) -> tuple[Tensor, dict[int, list[Any]], LossView | None]:
+    """Losses, recorded calls and the loss's view of the clean pass, the same on all ranks.
+
+    Args:
+        passes: Passes over the batch.
+        layout: Its layout.
+        reads: Whether anything reads the clean pass; else there is none, and losses are NaN.
+        ranks: Ranks that share the rows.
+        check: Raises if the pass was random.
+        view: Whether estimators read what the loss reads of the outputs.
+    """
+    size, seen = passes.batch.size, list[Any]()
+    if not reads:
+        dtype = layout.structure.losses.dtype
+        return torch.full((size,), torch.nan, dtype=dtype), {}, None
+    if ranks.size > 1 and worth_sharing(layout, size, ranks, view):
+        shown = seen if view else None
+        losses, record = shared_clean_pass(passes, layout, ranks, check, shown)
+    else:
+        see = (lambda *outputs: seen.extend(outputs)) if view else None
+        losses, recorded = passes.clean(layout.needed, layout.embedding, see=see)
+        check()
+        losses, record = ranks.broadcast(losses), dict(recorded)
+    check_finite(losses, "the clean pass")
+    return losses, record, loss_view(passes.batch, *seen) if seen else None
+
+
 Run = Callable[[Query], RowResults]
 """Evaluates a query."""
 
@@ -193,12 +230,49 @@ def run_queries(steps: Sequence[GroupStep], session: Session, run: Run = run_que
         loop.tell(query, run(query))
 
 
+class Staged:
+    """Keeps all gradients of a step until `commit` writes them: an error before changes nothing."""
+
+    streaming = seeded = False
+
+    def __init__(self) -> None:
+        self._staged: Gradients = {}
+        self._own: set[nn.Parameter] = set()  # staged without other references
+
+    def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A group's complete gradient of a parameter."""
+        add_gradients(self._staged, {parameter: gradient})
+
+    def take_draws(self, group: str, draws: Draws) -> float:
+        """A group's complete gradient as keys and scalars; returns its squared norm."""
+        total = 0.0
+        for parameter, gradient, energy in draws.gradients():
+            total += energy
+            self.take(parameter, gradient)
+            self._own.add(parameter)
+        return total
+
+    def done(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Nobody waits for them."""
+
+    def passed(self, group: str, time: int | None) -> None:
+        """Nobody waits for it."""
+
+    def commit(self) -> None:
+        """Write all gradients."""
+        while self._staged:  # one by one, so that only one gradient exists twice at a time
+            parameter, gradient = self._staged.popitem()
+            accumulate(parameter, gradient, own=parameter in self._own)
+
+
 def writer_of(steps: Sequence[GroupStep], session: Session, update: Update | None = None) -> Writer:
     """Writer of these groups' gradients, to ``.grad`` or to an update."""
     named = {step.group.name: step.group.parameters for step in steps}
+    if update is None and not any(getattr(p, HOOKS, None) for ps in named.values() for p in ps):
+        return Staged()
     bindings = zip(steps, session.layout.bindings, strict=True)
     spans = {step.group.name: binding.local_span for step, binding in bindings}
-    return Writer(named, spans, session.layout.structure, update)
+    return Streaming(named, spans, session.layout.structure, update)
 
 
 def write_gradients(

@@ -48,7 +48,7 @@ from flops.estimators.shaped_activations import ActivationNoise
 from flops.passes.ranks import Replicas
 from flops.passes.replay import Edit
 from flops.perturb.activations import Sites
-from flops.perturb.noise import NoiseStream, signed
+from flops.perturb.random import NoiseStream, signed
 
 Auto = Literal["auto"]
 POINTS = 4  # with one draw each

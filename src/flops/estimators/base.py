@@ -24,11 +24,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from flops.passes.intercept import Action
 from flops.passes.local_vjp import Gradients, LocalTarget
 from flops.passes.loss_view import LossView
 from flops.passes.ranks import Replicas
-from flops.passes.replay import Edit, Passes, Prefix
+from flops.passes.replay import Action, Edit, Passes, Prefix
 from flops.passes.selection import Selection
 from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws

@@ -39,9 +39,8 @@ from flops.estimators.shared_parameters import mean_losses
 from flops.estimators.spsa import SPSA
 from flops.estimators.variance import Collected, warn_if_rounding
 from flops.passes.binding import Binding
-from flops.passes.intercept import Action, Forward
 from flops.passes.local_vjp import Gradients
-from flops.passes.replay import Passes, Prefix, empty_prefix
+from flops.passes.replay import Action, Forward, Passes, Prefix, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import Use
 from flops.perturb.parameter_calls import CalledModule, ParameterCalls, find_parameter_calls

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.estimators.base import Estimate, Estimation, Estimator, Queries, Runner, Sink
-from flops.passes.batch import Batch
+from flops.passes.batch import Batch, check_finite
 from flops.passes.binding import Binding
-from flops.passes.checks import check_finite
 from flops.passes.local_vjp import Gradients
 from flops.passes.ranks import Replicas
 from flops.passes.replay import Passes, empty_prefix

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from flops.estimators.parameter_noise import Baseline, ParameterNoise
-from flops.perturb.noise import SharedKind
+from flops.perturb.random import SharedKind
 from flops.subspace.config import Shaping
 
 QUERIES = 8

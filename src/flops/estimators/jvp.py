@@ -40,15 +40,14 @@ from flops.estimators.base import (
     Runner,
 )
 from flops.estimators.shared_parameters import SharedDraws, mean_losses
-from flops.passes.checks import check_finite
+from flops.passes.batch import check_finite
 from flops.passes.flop_count import UseMeter
-from flops.passes.intercept import Action, Forward
-from flops.passes.replay import Passes, empty_prefix
+from flops.passes.replay import Action, Forward, Passes, empty_prefix
 from flops.passes.selection import Selection
 from flops.passes.structure import FEW
 from flops.perturb.draws import gathered
-from flops.perturb.noise import SharedKind
 from flops.perturb.parameter_calls import CalledModule, ParameterCalls, find_parameter_calls
+from flops.perturb.random import SharedKind
 
 WORK = 3.0  # forward passes of a pass with tangents
 QUERIES = 1

@@ -43,7 +43,7 @@ from flops.passes.replay import Passes
 from flops.passes.selection import Selection, leaves
 from flops.perturb.activation_checks import check_bypass, check_foreign, check_shared_outputs
 from flops.perturb.activations import Sites
-from flops.perturb.noise import KINDS, Kind, NoiseStream, signed, values
+from flops.perturb.random import KINDS, Kind, NoiseStream, signed, values
 from flops.subspace.config import Shaping
 
 Targets = Literal["leaf", "block", "stage"]
@@ -277,7 +277,8 @@ class _Isotropic(Estimation):
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Keep the derivatives for the variance."""
-        arrived = Arrived.among(values, points, self._size)
+        failed = bool(torch.isnan(values).any())  # rows of a black box
+        arrived = Arrived.among(values, points, self._size) if failed else None
         if arrived is not None:
             self._delta *= arrived.ratio.to(self._delta).unsqueeze(1)
             values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from flops.estimators.spsa import SPSA
 from flops.perturb.draws import Noise
 from flops.perturb.low_rank import LowRank
-from flops.perturb.noise import SharedKind
+from flops.perturb.random import SharedKind
 from flops.subspace.config import Shaping
 
 QUERIES = 2

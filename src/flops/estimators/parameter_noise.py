@@ -32,13 +32,12 @@ from flops.estimators.base import (
 from flops.estimators.shaped_parameters import ShapedParameters, check_size
 from flops.estimators.shared_parameters import SharedEstimation
 from flops.estimators.variance import warn_if_rounding
-from flops.passes.intercept import Action, Forward
-from flops.passes.replay import Passes
+from flops.passes.replay import Action, Forward, Passes
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Structure
 from flops.perturb.draws import Noise
-from flops.perturb.noise import Kind, NoiseStream, SharedKind
 from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls, find_parameter_calls
+from flops.perturb.random import Kind, NoiseStream, SharedKind
 from flops.perturb.rowwise import (
     RowNoise,
     batch_first,

@@ -31,7 +31,7 @@ from flops.estimators.variance import jacobian_energy, warn_if_rounding
 from flops.passes.loss_view import LossView
 from flops.passes.ranks import Replicas
 from flops.perturb.activations import Sites
-from flops.perturb.noise import Kind, signed
+from flops.perturb.random import Kind, signed
 from flops.subspace.basis import Space, site_grids
 from flops.subspace.config import Shaping
 from flops.subspace.step import ShapedStep, full_precision
@@ -156,7 +156,8 @@ class ShapedActivations(Estimation):
         withheld = torch.tensor(float(self._step.shaped.report.withheld))
         self.withheld = bool(runner.replicas.max(runner.max(withheld)) > 0)
         isotropic = self._step.isotropic  # along a known direction it may be 0
-        arrived = Arrived.among(values, points, self._size)
+        failed = bool(torch.isnan(values).any())  # rows of a black box
+        arrived = Arrived.among(values, points, self._size) if failed else None
         if arrived is not None:
             values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size
             isotropic = isotropic[arrived.draws]

@@ -32,9 +32,9 @@ from flops.estimators.base import (
     Runner,
     Sink,
 )
-from flops.passes.intercept import Action, Forward
-from flops.perturb.noise import Kind
+from flops.passes.replay import Action, Forward
 from flops.perturb.parameter_calls import CalledModule, Entry, ParameterCalls
+from flops.perturb.random import Kind
 from flops.perturb.rowwise import batch_first, generic, used_tokens
 from flops.subspace.basis import Grid, Space
 from flops.subspace.config import Shaping

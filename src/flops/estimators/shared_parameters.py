@@ -25,9 +25,8 @@ from flops.estimators.base import (
     Runner,
     Sink,
 )
-from flops.passes.intercept import Action, Forward
 from flops.passes.ranks import Replicas
-from flops.passes.replay import empty_prefix
+from flops.passes.replay import Action, Forward, empty_prefix
 from flops.perturb.draws import Draws, DrawShape, Noise, Pieces, shifted
 from flops.perturb.parameter_calls import CalledModule, ParameterCalls
 

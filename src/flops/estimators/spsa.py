@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flops.estimators.parameter_noise import Baseline, ParameterNoise
-from flops.perturb.noise import Kind
+from flops.perturb.random import Kind
 
 
 @dataclass(frozen=True)

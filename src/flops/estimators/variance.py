@@ -30,7 +30,7 @@ from flops.estimators.base import Estimate, Queries, Runner
 from flops.passes.local_vjp import Gradients, LocalTarget, add_gradients, inner
 from flops.perturb.activations import Sites
 from flops.perturb.draws import Draws
-from flops.perturb.noise import NoiseStream
+from flops.perturb.random import NoiseStream
 
 ENERGY_STEPS = 8
 ROUNDING_UNITS = 50

@@ -28,7 +28,7 @@ from rich.console import Console
 from flops.errors import FlopsError
 from flops.experiments.cell_progress import CellProgress, Describe, method_of, warn_grouped
 from flops.optional import MissingPackageError
-from flops.passes.interrupts import DeferSignals
+from flops.passes.guards import DeferSignals
 from flops.storage.disk import DiskError, reason
 from flops.storage.files import atomic_write, safe_name
 from flops.storage.plain import parse_object

@@ -18,7 +18,7 @@ import torch
 
 from flops.allocators import Allocator, Fixed, Signal
 from flops.diagnostics.spend import Spent, spend
-from flops.engine.allocation import budget_of, counts_of, floor_of
+from flops.engine.group_step import budget_of, counts_of, floor_of
 from flops.engine.groups import ResolvedGroup
 from flops.engine.step import Query, Session, run_query
 from flops.estimators.base import Queries, RowResults

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from flops.allocators.base import Allocator
 from flops.allocators.gaussian import Feature
 from flops.engine.auto_groups import automatic_groups
-from flops.engine.collectives import Collectives, Parallel
+from flops.engine.collectives import Collectives
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.report import StepReport
@@ -41,6 +41,7 @@ from flops.losses.base import base_model
 from flops.optional import require
 from flops.passes.batch import LossFunction, wide
 from flops.passes.checks import unwrap
+from flops.passes.ranks import Parallel
 from flops.storage.files import replacing
 from flops.training.checkpoint import UNREADABLE, save_state
 from flops.training.methods import AUTOMATIC_SIGMA, FIXED_QUERIES, Method, MethodName, engine

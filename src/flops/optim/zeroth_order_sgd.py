@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.report import StepReport
-from flops.passes.interrupts import DeferSignals
+from flops.passes.guards import DeferSignals
 from flops.perturb.draws import Draws, DrawShape, Noise
 from flops.perturb.low_rank import LowRank
-from flops.perturb.noise import SharedKind
+from flops.perturb.random import SharedKind
 
 Moves = dict[str, Draws]
 """The gradients of a step by group."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from flops.errors import BatchError
+from flops.errors import BatchError, NonFiniteLossError
 from flops.losses.base import TokenLoss, bound_arguments, optional_arguments
 from flops.losses.derive import advice
 
@@ -250,3 +250,20 @@ def positions(index: Tensor | Sequence[int] | None, size: int) -> Tensor | None:
     if len(places.unique()) != size:
         raise BatchError("index contains a point twice: its rows would share noise")
     return places
+
+
+def check_finite(losses: Tensor, where: str, points: Tensor | None = None) -> None:
+    """Raise if a loss is NaN or infinite.
+
+    Raises:
+        NonFiniteLossError: With the place and the first rows.
+    """
+    bad = torch.nonzero(~torch.isfinite(losses)).flatten()
+    if len(bad):
+        rows = bad[:8].tolist()
+        at = "" if points is None else f" (points {points[bad[:8]].tolist()})"
+        raise NonFiniteLossError(
+            f"{len(bad)} of {len(losses)} losses are not finite in {where}: rows {rows}{at}. "
+            "Parameters and .grad are as before; lower the learning rate or sigma, inspect these "
+            "points, or, if the model's control flow depends on the data, try reuse=False."
+        )

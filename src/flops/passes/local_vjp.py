@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from flops.errors import CoverageError
-from flops.passes.intercept import Action, Forward, Leave
-from flops.passes.replay import Passes, Prefix, Record
+from flops.passes.replay import Action, Forward, Leave, Passes, Prefix, Record
 from flops.passes.structure import Call, Structure
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -60,6 +59,15 @@ def add_gradients(into: Gradients, more: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, gradient in more.items():
         # Not in place: autograd may return the same tensor for two parameters.
         into[parameter] = into[parameter] + gradient if parameter in into else gradient
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor, own: bool = False) -> None:
+    """Add a gradient to ``.grad``, which may keep the tensor if it is owned."""
+    with torch.no_grad():
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient.to(parameter))
+        else:  # a copy, unless owned: autograd may return one tensor for two parameters
+            parameter.grad = gradient.to(parameter, copy=not own)
 
 
 def inner(a: Tensor, b: Tensor) -> float:

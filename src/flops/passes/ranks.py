@@ -11,11 +11,18 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from flops.passes.batch import Batch
 from flops.passes.local_vjp import Gradients
+
+ProcessGroup = Any  # torch's type is missing if torch was built without it
+Parallel = Literal["data", "query"]
+AXES = ("data", "query")
 
 
 class Ranks:
@@ -130,3 +137,35 @@ class Replicas:
     def sum_gradients(self, found: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
         """Sums of the replicas' gradients, some of which may be missing."""
         return found
+
+
+class Axes:
+    """Ranks that share queries with this one, and ranks with other points; here there are none."""
+
+    def meet(
+        self, batch: Batch, index: Tensor | None, run: Callable[..., Any], join: bool
+    ) -> tuple[Ranks, Replicas]:
+        """Ranks that share the rows, and those with other points, after checks of both.
+
+        Args:
+            batch: This rank's batch.
+            index: Positions of its points in the data set.
+            run: Fingerprint of the run, and of what else must be the same.
+            join: Whether data-parallel ranks join their batches.
+        """
+        return Ranks(), Replicas(batch.size)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all of them why this one does not go on."""
+
+
+def in_group(group: ProcessGroup | Ranks | Literal["auto"] | None, parallel: Parallel) -> bool:
+    """Whether there is a process group; else a single process takes the step.
+
+    Raises:
+        ValueError: If its ranks are to share anything but points or queries.
+    """
+    if parallel not in AXES:
+        raise ValueError(f"parallel must be 'data' or 'query', not {parallel!r}")
+    initialised = dist.is_available() and dist.is_initialized()
+    return isinstance(group, Ranks) or (group is not None and initialised)

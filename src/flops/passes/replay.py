@@ -1,9 +1,14 @@
-"""Prefix reuse: modules before the noise are computed once, and replayed for every row.
+"""Intercepted passes: calls of modules run an action, and a prefix of the pass is replayed.
 
-A *prefix* is the set of outermost calls that end before some time of the forward pass. A pass from
-a prefix runs the model's own code, but these calls return the outputs recorded in the clean pass,
-so skip connections, masks and keyword arguments need no special care. Only outputs that the rest of
-the pass reads are recorded, according to the data flow (`flops.passes.dataflow`); the others are
+Replay, noise, recording and local VJPs are all *actions* on single calls. An action receives the
+module's own forward and the arguments of the call. Only the ``forward`` attribute of the instance
+is replaced, so hooks of the user run as in any pass.
+
+Prefix reuse: modules before the noise are computed once, and replayed for every row. A *prefix* is
+the set of outermost calls that end before some time of the forward pass. A pass from a prefix runs
+the model's own code, but these calls return the outputs recorded in the clean pass, so skip
+connections, masks and keyword arguments need no special care. Only outputs that the rest of the
+pass reads are recorded, according to the data flow (`flops.passes.dataflow`); the others are
 placeholders of NaN without memory. Calls with side effects are not replayed. If a model hides its
 data flow (numpy, C, branches that depend on values), all outputs are recorded, and a trial with a
 few rows checks the replay. If a later batch uses a placeholder, its loss is NaN, which is an error.
@@ -11,23 +16,103 @@ few rows checks the replay. If a later batch uses a placeholder, its loss is NaN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from flops.errors import FlopsError
 from flops.passes.batch import Batch, See
-from flops.passes.intercept import Action, Forward, Watch, intercepted
+from flops.passes.guards import INTERCEPTED, check
 from flops.passes.structure import FEW, MORE, Call, Leaf, Structure
+
+Forward = Callable[..., Any]
+Action = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
+Actions = Mapping[str, Sequence[Action | None]]
+"""Actions of a module's calls in order, by its name; None runs the module unchanged."""
 
 Record = Mapping[int, list[Any]]
 """Recorded leaves of a call's output, by call number."""
 
 Edit = Callable[[Any], Any]
 """Changes the output of a call, for example by adding noise."""
+
+_MISSING = object()
+
+
+class Watch(Protocol):
+    """Observes one call of the clean pass."""
+
+    @property
+    def call(self) -> int: ...  # noqa: D102
+
+    def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None: ...  # noqa: D102
+
+
+class Leave(BaseException):
+    """Raised by an action to stop a forward pass early; not meant to be caught by user code."""
+
+
+@contextmanager
+def intercepted(modules: Mapping[str, nn.Module], actions: Actions) -> Iterator[None]:
+    """Run the actions in the enclosed forward pass; the modules are restored afterwards."""
+    check()
+    saved: list[tuple[nn.Module, Any]] = []
+    try:
+        for name, of_module in actions.items():
+            module = modules[name]
+            saved.append((module, module.__dict__.get("forward", _MISSING)))
+            module.__dict__["forward"] = _intercepted(name, module.forward, of_module)
+        yield
+    finally:
+        for module, forward in reversed(saved):
+            if forward is _MISSING:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _intercepted(name: str, original: Forward, actions: Sequence[Action | None]) -> Forward:
+    remaining = iter(actions)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        check()
+        try:
+            action = next(remaining)
+        except StopIteration:
+            raise FlopsError(
+                f"module '{name}' was called more often ({len(actions) + 1} times) than when its "
+                "forward pass was traced: the model's control flow depends on the data. Give an "
+                "enclosing module as the target."
+            ) from None
+        if action is None:
+            return original(*args, **kwargs)
+        return action(original, args, kwargs)
+
+    forward.__dict__[INTERCEPTED] = True
+    return forward
+
+
+def everywhere(wrap: Callable[[str], Action], modules: Mapping[str, nn.Module]) -> Actions:
+    """One action per module, used for all of its calls."""
+    return {name: _Endless(wrap(name)) for name in modules}
+
+
+class _Endless(Sequence[Action]):
+    """The same action for any number of calls."""
+
+    def __init__(self, action: Action) -> None:
+        self._action = action
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._action
+
+    def __len__(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from flops.errors import BatchError
 from flops.passes.batch import Batch
 from flops.passes.dataflow import ROOT, Flow, FlowMeter
 from flops.passes.flop_count import UseMeter, WorkMeter
-from flops.passes.intercept import Action, everywhere, intercepted
+from flops.passes.replay import Action, everywhere, intercepted
 from flops.passes.structure import FEW, FOLDED, MORE, Call, Leaf, Structure, Use
 
 _CONSTANTS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.errors import CoverageError
-from flops.passes.intercept import Action, Forward, Leave
 from flops.passes.local_vjp import LocalTarget, graph_recorder
-from flops.passes.replay import Passes, Record, empty_prefix
+from flops.passes.replay import Action, Forward, Leave, Passes, Record, empty_prefix
 from flops.passes.structure import FEW
 from flops.perturb.activations import Sites
 

@@ -23,7 +23,7 @@ from flops.passes.binding import Binding
 from flops.passes.local_vjp import LocalTarget, local_share
 from flops.passes.replay import Edit, Passes, Prefix, empty_prefix
 from flops.passes.structure import FOLDED, Call, Leaf, Use
-from flops.perturb.noise import values as noise_values
+from flops.perturb.random import values as noise_values
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
 from flops.perturb.low_rank import LowRank
-from flops.perturb.noise import SharedKind, fill, noise_pieces
+from flops.perturb.random import SharedKind, fill, noise_pieces
 
 KEEP = 1 << 22  # values of a small group, 16 MB
 

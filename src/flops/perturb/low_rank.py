@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flops.perturb.noise import fill
+from flops.perturb.random import fill
 
 PIECE = 1 << 18  # values at a time, 1 MB
 

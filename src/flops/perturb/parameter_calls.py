@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from flops.errors import CoverageError
 from flops.passes.binding import Binding
-from flops.passes.intercept import Action, Forward, everywhere, intercepted
-from flops.passes.replay import Passes, Prefix, empty_prefix
+from flops.passes.replay import (
+    Action,
+    Forward,
+    Passes,
+    Prefix,
+    empty_prefix,
+    everywhere,
+    intercepted,
+)
 from flops.passes.selection import Selection
 from flops.passes.structure import Call, Leaf, Structure, Use
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flops.passes.intercept import Forward
+from flops.passes.replay import Forward
 from flops.passes.structure import Call, Leaf
 
 RankOne = tuple[Tensor, Tensor]  # a (R, out), b (R, rest)

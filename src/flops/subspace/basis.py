@@ -9,6 +9,7 @@ linear system.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from flops.passes.ranks import Replicas
 from flops.passes.replay import Passes
 from flops.perturb.activations import Site, Sites
-from flops.perturb.noise import CPU, Kind
+from flops.perturb.random import CPU, Kind, NoiseStream
 
 NARROW = 16  # channels up to which rows share a product
 
@@ -247,6 +248,49 @@ class Basis:
                 full = (_along(u.T, g.cut(rows)) @ v).flatten(1)
                 c[:, mine] = full[:, self.row[mine] * v.size(1) + self.column[mine]]
         return c
+
+
+def needed(space: Space, shaped: Tensor) -> int:
+    """Number of leading directions, so that every point has enough outside of its padding."""
+    most = int(shaped.max())
+    if space.mask is None:
+        return most
+    parts = [g.cut(space.mask)[:, :, 0].sum(1).clamp(min=1) / g.positions for g in space.grids]
+    return math.ceil(most / min(float(part.min()) for part in parts)) + max(
+        g.positions for g in space.grids
+    )
+
+
+def real_directions(space: Space, known: Basis) -> Tensor:
+    """Directions outside of a point's padding, shape (B, m) or (1, m)."""
+    if space.mask is None:
+        return torch.ones(1, known.size, dtype=torch.bool, device=space.device)
+    real = torch.ones(space.size, known.size, dtype=torch.bool, device=space.device)
+    for s, g in enumerate(space.grids):
+        if not g.aligned:
+            mine = torch.nonzero(known.site == s).flatten()
+            real[:, mine] = g.cut(space.mask)[:, :, 0].bool()[:, known.row[mine]]
+    return real
+
+
+def ordered(space: Space, known: Basis, most: int) -> tuple[Tensor, Tensor]:
+    """Expected energies by point, (B, m) or (1, m), and each point's order of directions."""
+    size = space.size
+    if space.mask is None:
+        return known.energy.unsqueeze(0), torch.arange(most).expand(size, most)
+    real = real_directions(space, known)
+    energy = torch.where(real, known.energy, 0.0)
+    for s, g in enumerate(space.grids):
+        if not g.aligned:  # the energy of all positions lies in the real ones
+            mine = torch.nonzero(known.site == s).flatten()
+            valid = g.cut(space.mask)[:, :, 0].sum(1, keepdim=True).clamp(min=1)
+            energy[:, mine] *= g.positions / valid
+    # Positions are exchangeable: measured ones are chosen at random; padding comes last.
+    ones, points = [1] * size, torch.arange(size)
+    stream = NoiseStream("gaussian", (*space.key, 2), space.ids, ones, known.size, space.device)
+    chance = torch.special.ndtr(stream.rows(points, torch.zeros_like(points)))
+    wish = torch.where(real, energy * (1 + 1e-3 * chance), -1.0)
+    return energy, wish.argsort(dim=1, descending=True, stable=True)[:, :most].cpu()
 
 
 def _along(matrix: Tensor, rows: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flops.passes.ranks import Replicas
-from flops.perturb.noise import CPU, fill
+from flops.perturb.random import CPU, fill
 from flops.subspace.basis import Basis, Grid, Space, signed
 from flops.subspace.measurements import Features, Measurements
 from flops.subspace.regression import Regression

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from flops.passes.loss_view import LossView
 from flops.passes.ranks import Replicas
-from flops.subspace.basis import Space
+from flops.subspace.basis import Space, needed, real_directions
 from flops.subspace.config import Shaping
-from flops.subspace.design import Design, needed, real_directions
 from flops.subspace.mean_jacobian import MeanJacobian
-from flops.subspace.measurements import Measurements
+from flops.subspace.measurements import Design, Measurements
 from flops.subspace.moments import Moments, kept_moments, leading, learn
 from flops.subspace.regression import (
     Regression,

@@ -36,7 +36,7 @@ from flops.estimators.base import Estimator
 from flops.estimators.likelihood_ratio import Targets
 from flops.estimators.spsa import SPSA
 from flops.passes.batch import LossFunction
-from flops.perturb.noise import Kind
+from flops.perturb.random import Kind
 from flops.subspace.config import Shaping
 
 MethodName = Literal[

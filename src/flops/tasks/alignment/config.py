@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flops.perturb.noise import Kind
+from flops.perturb.random import Kind
 from flops.tasks.data.captions import INSTRUCTION, few_shot_instruction
 from flops.training.config import FromList, PositiveFloat, PositiveInt, RunConfig
 from flops.training.methods import Method

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flops import FlopsError
-from flops.passes.interrupts import Atomic, DeferSignals, check
+from flops.passes.guards import Atomic, DeferSignals, check
 from tests.support.during import interrupt, run_in_thread
 
 pytestmark = pytest.mark.usefixtures("handlers_stay")

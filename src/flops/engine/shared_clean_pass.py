@@ -1,7 +1,6 @@
-"""The clean pass: losses without noise, outputs that queries replay, and what the loss reads.
+"""The clean pass of ranks that share the rows of a batch: each runs its part of the points.
 
-Ranks that share the rows of a batch share the points of its clean pass, too: each runs its part,
-and sends losses and recorded outputs to the others, unless that takes longer than to compute them.
+It sends losses and recorded outputs to the others, unless that takes longer than to compute them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flops.engine.layout import Layout
-from flops.passes.checks import check_finite
-from flops.passes.loss_view import LossView, loss_view
 from flops.passes.ranks import Ranks
 from flops.passes.replay import Passes
 from flops.passes.structure import FEW, FOLDED, Leaf, Structure
@@ -23,55 +20,38 @@ from flops.passes.structure import FEW, FOLDED, Leaf, Structure
 LEAST = 2  # points of a rank: one-row kernels round differently
 WORTH = 100  # FLOPs of a pass for each value that is sent: about what both take on two cores
 
-Clean = tuple[Tensor, dict[int, list[Any]], LossView | None]
 
-
-def clean_pass(
-    passes: Passes,
-    layout: Layout,
-    reads: bool,
-    ranks: Ranks,
-    check: Callable[[], None],
-    view: bool,
-) -> Clean:
-    """Losses, recorded calls and the loss's view of the clean pass, the same on all ranks.
+def shared_clean_pass(
+    passes: Passes, layout: Layout, ranks: Ranks, check: Callable[[], None], seen: list[Any] | None
+) -> tuple[Tensor, dict[int, list[Any]]]:
+    """Losses and recorded calls of the clean pass, the same on all ranks.
 
     Args:
         passes: Passes over the batch.
         layout: Its layout.
-        reads: Whether anything reads the clean pass; else there is none, and losses are NaN.
         ranks: Ranks that share the rows.
         check: Raises if the pass was random.
-        view: Whether estimators read what the loss reads of the outputs.
+        seen: Receives the outputs of the model and the positions of their logits; None if nothing
+            reads them.
     """
     size, embedding = passes.batch.size, layout.embedding
-    if not reads:
-        dtype = layout.structure.losses.dtype
-        return torch.full((size,), torch.nan, dtype=dtype), {}, None
-    seen: list[Any] = []
-    see = (lambda *outputs: seen.extend(outputs)) if view else None
-    shared = ranks.size > 1 and size >= LEAST * ranks.size and _worth_sharing(layout, view)
-    begin, end = ranks.shard(size) if shared else (0, size)
-    rows = torch.arange(begin, end) if shared else None
-    losses, found = passes.clean(layout.needed, embedding, rows=rows, see=see)
+    begin, end = ranks.shard(size)
+    see = None if seen is None else lambda *outputs: seen.extend(outputs)
+    losses, found = passes.clean(layout.needed, embedding, rows=torch.arange(begin, end), see=see)
     record = dict(found)
     check()
-    if shared:
-        part = _Part(ranks, begin, size)
-        losses = part.join(losses, 0)
-        calls = layout.structure.calls
-        for number in sorted(record):
-            record[number] = part.join_leaves(record[number], calls[number].leaves)
-        if embedding is not None:
-            embedding.value = part.join(embedding.value, 0)
-        if seen:
-            leaves, spec = tree_flatten(seen[0])
-            joined = part.join_leaves(leaves, _outputs(layout.structure))
-            seen[0] = tree_unflatten(joined, spec)
-    else:
-        losses = ranks.broadcast(losses)
-    check_finite(losses, "the clean pass")
-    return losses, record, loss_view(passes.batch, *seen) if seen else None
+    part = _Part(ranks, begin, size)
+    losses = part.join(losses, 0)
+    calls = layout.structure.calls
+    for number in sorted(record):
+        record[number] = part.join_leaves(record[number], calls[number].leaves)
+    if embedding is not None:
+        embedding.value = part.join(embedding.value, 0)
+    if seen:
+        leaves, spec = tree_flatten(seen[0])
+        joined = part.join_leaves(leaves, _outputs(layout.structure))
+        seen[0] = tree_unflatten(joined, spec)
+    return losses, record
 
 
 class _Part:
@@ -120,8 +100,17 @@ def _outputs(structure: Structure) -> list[Any]:
     return found[0].leaves if len(found) == 1 else []
 
 
-def _worth_sharing(layout: Layout, view: bool) -> bool:
-    """Whether a point's clean pass takes longer than to send what it found; equal on all ranks."""
+def worth_sharing(layout: Layout, size: int, ranks: Ranks, view: bool) -> bool:
+    """Whether a point's clean pass takes longer than to send what it found; equal on all ranks.
+
+    Args:
+        layout: Layout of the batch.
+        size: Its points.
+        ranks: Ranks that share its rows.
+        view: Whether estimators read what the loss reads of the outputs.
+    """
+    if size < LEAST * ranks.size:
+        return False
     structure = layout.structure
     leaves = [leaf for number in layout.needed for leaf in structure.calls[number].leaves]
     if view:
