@@ -75,7 +75,7 @@ class GradientSteps(AskTell):
         shapes = parts or {NAME: tuple(start.shape)}
         if sum(torch.Size(shape).numel() for shape in shapes.values()) != len(start):
             raise FlopsError(f"the parts {shapes} do not add up to {len(start)} parameters")
-        self._vector = Vector(start, shapes)
+        self._vector, self._outputs = Vector(start, shapes), outputs
         chosen = _on_identity(estimator or LikelihoodRatio(sigma=1e-2), outputs, len(start))
         self._engine = VectorEngine(self._vector, chosen, queries, NAME)
         self.group = self._engine.group
@@ -148,8 +148,9 @@ class GradientSteps(AskTell):
             key,
         )
         none = torch.zeros(size, dtype=torch.long)
+        view = None if self._outputs is None else self._outputs.view(clean, points)
         queries = Queries(
-            NAME, size, losses, none, key, points.tolist(), memory, clean=clean, decide=self.decide
+            NAME, size, losses, none, key, points.tolist(), memory, view=view, decide=self.decide
         )
 
         def runner(cost: Cost) -> LocalRunner:
@@ -162,7 +163,10 @@ class GradientSteps(AskTell):
             rows = self._engine.rows(query, self.group.estimator.shared)
             columns = yield Candidates(rows, points[query.rows.points])
             failed += int(torch.isnan(columns[:, 0]).sum())
-            loop.tell(query, RowResults(columns[:, 0], columns))
+            results = RowResults(columns[:, 0])
+            if self._outputs is not None and view is not None:
+                results = self._outputs.results(columns, view)
+            loop.tell(query, results)
         found = Collector()
         step.write(found)
         for parameter, gradient in found.gradients.items():

@@ -309,8 +309,8 @@ class _Recycled(Estimation):
     ) -> None:
         self._estimator, self._options = estimator, estimator.options
         self._binding, self._queries = binding, queries
-        assert queries.clean is not None
-        self._clean = estimator.outputs.read(queries.clean)
+        assert queries.view is not None
+        self._view = queries.view
         self._draws = queries.counts // self._options.unit
         self._stream = estimator.known.stream(queries.key, queries.ids, self._draws.tolist())
         self._plan: PointPlan | None = PointPlan(queries.counts, self._options.unit)
@@ -334,25 +334,20 @@ class _Recycled(Estimation):
     def tell(self, rows: Rows, results: RowResults) -> Tensor:
         """Derivatives of the loss, for allocators; those of the outputs are stored."""
         assert results.outputs is not None
-        there = ~torch.isnan(results.losses)
-        outputs = self._clean.new_full((len(there), self._clean.size(1)), torch.nan)
-        if bool(there.any()):
-            outputs[there] = self._estimator.outputs.read(results.outputs[there])
-        clean = self._clean[rows.points]
-        self._outputs.append(self._options.derivatives(outputs, clean, torch.float32))
+        clean = self._view.clean[rows.points]
+        self._outputs.append(self._options.derivatives(results.outputs, clean, torch.float32))
         clean = self._queries.losses[rows.points]
         return self._options.derivatives(results.losses, clean, torch.float32)
 
     def collect(self, values: Tensor, points: Tensor, runner: Runner) -> None:
         """Estimate every point's gradient and update the memory."""
         queries, estimator = self._queries, self._estimator
-        assert queries.clean is not None
         arrived = Arrived.among(values, points, self._size)
         if arrived is not None:
             values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size
         self._derivatives, self._points = values, points
-        r = estimator.outputs.derivative(queries.clean, torch.tensor(queries.ids))
-        self._found = estimator.known.estimate(queries, torch.cat(self._outputs), self._draws, r)
+        outputs, r = torch.cat(self._outputs), self._view.residuals
+        self._found = estimator.known.estimate(queries, outputs, self._draws, r)
         warn_if_rounding(queries, values * self._options.scale)
 
     def write(self, sink: Sink, runner: Runner, scale: float = 1.0) -> None:
