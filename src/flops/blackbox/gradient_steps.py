@@ -166,11 +166,11 @@ class GradientSteps(AskTell):
             if self._outputs is not None and view is not None:
                 results = self._outputs.results(columns, view)
             loop.tell(query, results)
-        found = Collector()
+        found, withheld = Collector(), step.estimation.withheld
         step.write(found)
         for parameter, gradient in found.gradients.items():
-            parameter.grad = gradient.to(parameter)
-        if self.step_size is not None and due(self.steps):
+            parameter.grad = None if withheld else gradient.to(parameter)
+        if self.step_size is not None and due(self.steps) and not withheld:
             yield from self._search(self.step_size, points, losses)
         else:
             self.optimizer.step()
@@ -295,4 +295,4 @@ def _on_identity(options: LikelihoodRatio | ParameterNoise, outputs: Outputs | N
         return options
     if not options.reads_outputs:
         raise FlopsError("outputs need shaped noise: pass shaping=Shaping() to the estimator")
-    return RecycledLikelihoodRatio.of(options, outputs)
+    return RecycledLikelihoodRatio.of(options, outputs) if outputs.newest else options

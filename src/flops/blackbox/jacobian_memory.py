@@ -156,11 +156,14 @@ class RecycledLikelihoodRatio(LikelihoodRatio):
         """Check the options."""
         super().__post_init__()
         if self.noise == "orthogonal":  # leave-one-out residuals need independent draws
-            raise FlopsError("outputs need independent draws: use noise='gaussian'")
+            raise FlopsError(
+                "stored outputs need independent draws: use noise='gaussian', or Outputs(newest=0)"
+            )
         shaping = self.shaping
         if shaping is not None and (shaping.explore is not None or shaping.decay is not None):
             raise FlopsError(
-                "with outputs all queries are isotropic: leave explore and decay unset"
+                "with stored outputs all queries are isotropic: leave explore and decay unset, or "
+                "use Outputs(newest=0)"
             )
 
     def begin(self, binding: Sites, queries: Queries, runner: Runner) -> Estimation:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flops.errors import FlopsError
 from flops.estimators.base import RowResults
-from flops.passes.loss_view import LossView, differentiate
+from flops.passes.loss_view import EVERY, LossView, differentiate
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,9 @@ class Outputs:
             hold nothing that the loss does not depend on: for instance centred logits.
         loss: Losses of outputs: ``losses = loss(outputs, points)``, shapes (Q, K), (Q,) and (Q,),
             differentiable in the outputs.
-        newest: Stored derivatives per point, unless one step has more.
+        newest: Stored derivatives per point, unless one step has more, from which its Jacobian is
+            estimated (`flops.blackbox.jacobian_memory`). 0 stores none: the mean Jacobian of all
+            points is learned instead, as by `ForwardGradient`.
         room: Noise values kept, 4 bytes each.
     """
 
@@ -37,8 +39,15 @@ class Outputs:
     newest: int = 96
     room: int = 1 << 27
 
-    def view(self, columns: Tensor, points: Tensor) -> LossView:
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.newest < 0:
+            raise FlopsError(f"newest must be at least 0, not {self.newest}")
+
+    def view(self, columns: Tensor, points: Tensor) -> LossView | None:
         """The view of a batch's loss, from the columns of its clean rows.
+
+        None if nothing is stored and the loss is flat at all points, as in the engine.
 
         Raises:
             FlopsError: If `loss` differs from the objective's, or its derivative is not finite.
@@ -52,7 +61,9 @@ class Outputs:
             )
         if found is None or not bool(torch.isfinite(found).all()):
             raise FlopsError("the derivative of `outputs.loss` is not finite")
-        return LossView.of(outputs, found, every=outputs.size(1), known=True)
+        every = outputs.size(1) if self.newest else EVERY
+        view = LossView.of(outputs, found, every=every, known=True)
+        return view if self.newest or len(view.roots) else None
 
     def results(self, columns: Tensor, view: LossView) -> RowResults:
         """Losses of rows, and what the loss reads of each; NaN where it failed."""
