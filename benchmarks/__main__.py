@@ -36,6 +36,7 @@ PARTS = {
     "shaping": "time that shaped noise adds to a step",
     "prompts": "gradients of prompts, and their estimates",
     "rates": "the step size that a `Tuner` finds itself, against a sweep at equal rows",
+    "outputs": "what a `Tuner` learns from outputs: Jacobian memory against the mean Jacobian",
     "restart": "seconds to go on with a `Tuner`'s run of 50,000 rows",
     "service": "throughput of `flops serve` under load over that of the model",
     "align": "alignment of the embedded models: loss, accuracy and time by method",

@@ -188,7 +188,7 @@ def run_engine(make: Any, allocator: Any, chunk: int | None) -> list[dict[str, T
     return found
 
 
-def run_tuner(estimator: Any, outputs: bool, allocator: Any) -> list[dict[str, Tensor]]:
+def run_tuner(estimator: Any, newest: int | None, allocator: Any) -> list[dict[str, Tensor]]:
     """Parameters of a black box after each step."""
     from flops.blackbox import Outputs, Tuner
 
@@ -213,7 +213,7 @@ def run_tuner(estimator: Any, outputs: bool, allocator: Any) -> list[dict[str, T
         estimator=estimator,
         allocator=allocator,
         parts={"a": (2, 3), "b": (6,)},
-        outputs=Outputs(lambda a: a[:, 1:], losses) if outputs else None,
+        outputs=None if newest is None else Outputs(lambda a: a[:, 1:], losses, newest),
         seed=5,
     )
     return [
@@ -222,8 +222,8 @@ def run_tuner(estimator: Any, outputs: bool, allocator: Any) -> list[dict[str, T
     ]
 
 
-def tuner_cases() -> Iterator[tuple[str, Any, bool, Any]]:
-    """Name, estimator, whether outputs are used, allocator."""
+def tuner_cases() -> Iterator[tuple[str, Any, int | None, Any]]:
+    """Name, estimator, derivatives of the outputs that are stored if these are used, allocator."""
     shaped = Shaping()
     for name, estimator in {
         "lr": LikelihoodRatio(sigma=0.01),
@@ -236,11 +236,12 @@ def tuner_cases() -> Iterator[tuple[str, Any, bool, Any]]:
         "spsa": SPSA(sigma=0.01),
         "spsa-shared": SPSA(sigma=0.01, shared=True),
     }.items():
-        yield f"tuner/{name}", estimator, False, Equal()
+        yield f"tuner/{name}", estimator, None, Equal()
     for unbiased in (False, True):
         estimator = LikelihoodRatio(sigma=0.01, shaping=Shaping(unbiased=unbiased))
-        yield f"tuner/outputs-{unbiased}", estimator, True, Equal()
-    yield "tuner/lr+gaussian", LikelihoodRatio(sigma=0.01), False, Gaussian()
+        yield f"tuner/outputs-{unbiased}", estimator, 96, Equal()
+        yield f"tuner/outputs-mean-{unbiased}", estimator, 0, Equal()
+    yield "tuner/lr+gaussian", LikelihoodRatio(sigma=0.01), None, Gaussian()
 
 
 def record(pattern: str) -> dict[str, Any]:
@@ -250,9 +251,9 @@ def record(pattern: str) -> dict[str, Any]:
         for chunk in (None, 7):
             if fnmatch(full := f"{name}/chunk={chunk}", pattern):
                 found[full] = run_engine(make, allocator, chunk)
-    for name, estimator, outputs, allocator in tuner_cases():
+    for name, estimator, newest, allocator in tuner_cases():
         if fnmatch(name, pattern):
-            found[name] = run_tuner(estimator, outputs, allocator)
+            found[name] = run_tuner(estimator, newest, allocator)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import fewer, memory, peers, quality
+from benchmarks import fewer, memory, outputs, peers, quality
 from benchmarks.floor import Floor
 from benchmarks.overhead import CASES, measure, tuned_layers, work
 from benchmarks.quality import loss_fn
@@ -167,3 +167,11 @@ def test_fewer_queries_make_more_steps_at_equal_cost(monkeypatch) -> None:
     steps = [row["steps"] for row in rows.values()]
     assert steps[0] > steps[1] > 0
     assert steps[2] > steps[3] > 0
+
+
+@pytest.mark.parametrize("name", outputs.BOXES)
+def test_every_method_learns_from_every_box(name, monkeypatch) -> None:
+    monkeypatch.setattr(outputs, "STEPS", 6)
+    box = outputs.BOXES[name](32)
+    for method in outputs.METHODS:
+        assert outputs.end(box, method, 0.03, 0) < box.mean(box.start)

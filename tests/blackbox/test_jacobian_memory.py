@@ -241,7 +241,7 @@ def test_memory_is_bounded() -> None:
     for _ in tuner.run(9):
         pass
     assert len(tuner.memory["visits"]) == 3  # 20 derivatives of 8 a step
-    assert len(tuner.group.estimator.known._noise) == 3
+    assert len(tuner.group.estimator.stored._noise) == 3
     small = make(outputs=replace(few, room=2 * N * 8 * D))
     small.load_state_dict(tuner.state_dict())
     small.step()

@@ -151,3 +151,48 @@ def test_a_prediction_inside_of_what_is_measured_is_of_no_use() -> None:
     alone = Design(found.space, found.known, draws, draws, (found.gradients, 1.0))
     assert alone.predicted is None
     assert not alone.measured.any()
+
+
+def test_draws_that_failed_are_left_out_of_the_features_too() -> None:
+    """What is left of the outputs' derivatives is still that of the losses', draw by draw."""
+    found = case(predicted=True)
+    design, view = found.design, found.view
+    points = torch.repeat_interleave(torch.arange(SIZE), torch.tensor(DRAWS))
+    number = torch.cat([torch.arange(n) for n in DRAWS])
+    z = design.rows(points, number)
+    features = (found.jacobians[points] @ z.unsqueeze(2)).squeeze(2)
+    along = (z * found.gradients[points]).sum(1)
+    lost = torch.zeros(len(points), dtype=torch.bool)
+    lost[[0, 4, 8, 13, len(points) - 1]] = True
+    along[lost], features[lost] = torch.nan, torch.nan
+    seen = (design.scaled(points, number, features), view)
+    some = design.measurements(points, design.scaled(points, number, along), seen)
+    assert some.features is not None
+    assert int(some.draws.sum()) == len(points) - 5
+    for name in ("w", "c", "a"):
+        own, every = getattr(some, name), getattr(some.features, name)
+        weights = view.residuals if name == "a" else view.residuals.unsqueeze(1)
+        if name == "w":  # the others are read only where they are isotropic
+            first = torch.arange(own.size(1)) < some.iso.unsqueeze(1)
+            own, every = own * first, every * first.unsqueeze(2)
+        torch.testing.assert_close((every * weights).sum(-1), own)
+        assert bool(own.any())
+
+
+def test_another_machines_choice_of_predictions_is_kept() -> None:
+    found = case(predicted=True)
+    assert found.design.predicted is not None
+    guess = (found.gradients, 0.9)
+    asked: list[str] = []
+
+    def decide(name: str, used: torch.Tensor) -> torch.Tensor:
+        asked.append(name)
+        assert used.tolist() == [1] * SIZE
+        return torch.tensor([0, 1, 0, 1])
+
+    design = Design(found.space, found.known, torch.tensor(ISO), torch.tensor(DRAWS), guess, decide)
+    assert asked == ["predicted"]
+    assert design.predicted is not None
+    assert design.predicted.square().sum(1).tolist() == pytest.approx([0, 1, 0, 1])
+    shaped = torch.tensor(DRAWS) - torch.tensor(ISO)
+    assert design.measured.sum(1).tolist() == (shaped - torch.tensor([0, 1, 0, 1])).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from flops.blackbox.outputs import Outputs
 from flops.blackbox.tuning import SplitIndices, Tuning
 from tests.support.keyed_service import LABELS, D, N
 
+OUTPUTS = Outputs(
+    lambda columns: columns[:, 2:],
+    lambda outputs, points: torch.nn.functional.cross_entropy(
+        outputs, LABELS[points], reduction="none"
+    ),
+)
 ESTIMATORS: dict[str, Any] = {
     "lr": {"estimator": LikelihoodRatio(0.1)},
     "spsa, learning": {"estimator": SPSA(0.1), "allocator": Gaussian()},
@@ -27,12 +34,12 @@ ESTIMATORS: dict[str, Any] = {
     "outputs": {
         "estimator": LikelihoodRatio(0.1, shaping=Shaping()),
         "allocator": Gaussian(),
-        "outputs": Outputs(
-            lambda columns: columns[:, 2:],
-            lambda outputs, points: torch.nn.functional.cross_entropy(
-                outputs, LABELS[points], reduction="none"
-            ),
-        ),
+        "outputs": OUTPUTS,
+    },
+    "outputs, mean Jacobian": {
+        "estimator": LikelihoodRatio(0.1, shaping=Shaping()),
+        "allocator": Gaussian(),
+        "outputs": replace(OUTPUTS, newest=0),
     },
     "cma-es": {},
 }
@@ -45,7 +52,7 @@ def make(kind: str, epochs: int = 6) -> Tuning:
         steps = CMAES(start, points=N, sigma=0.3, batch=4, population=5)
     else:
         steps = Tuner(start, points=N, queries=6, batch=4, learning_rate=0.1, **ESTIMATORS[kind])
-    embeds = kind in ("spsa, learning", "outputs")
+    embeds = kind == "spsa, learning" or kind.startswith("outputs")
 
     def embed(found: Tensor) -> None:
         steps.embeddings = found

@@ -74,8 +74,8 @@ class GradientSteps(AskTell):
         shapes = parts or {NAME: tuple(start.shape)}
         if sum(torch.Size(shape).numel() for shape in shapes.values()) != len(start):
             raise FlopsError(f"the parts {shapes} do not add up to {len(start)} parameters")
-        self._vector = Vector(start, shapes)
-        chosen = _on_identity(estimator or LikelihoodRatio(sigma=1e-2), outputs, len(start))
+        self._vector, self._outputs = Vector(start, shapes), outputs
+        chosen = _on_identity(estimator or LikelihoodRatio(sigma=1e-2), outputs)
         self._engine = VectorEngine(self._vector, chosen, queries, NAME)
         self.group = self._engine.group
         if budget_of(self.group, 1) < chosen.unit:
@@ -85,9 +85,8 @@ class GradientSteps(AskTell):
         self.allocator = allocators[NAME]
         self.step_size: StepSize | None = None
         if optimizer is None and learning_rate is None:
-            options = chosen.options if isinstance(chosen, RecycledLikelihoodRatio) else chosen
-            assert isinstance(options.sigma, float)
-            self.step_size = StepSize(options.sigma)
+            assert isinstance(chosen.sigma, float)
+            self.step_size = StepSize(chosen.sigma)
         elif learning_rate is not None and not learning_rate > 0:
             raise FlopsError(f"learning_rate must be positive, not {learning_rate}")
         make = optimizer or (lambda p: torch.optim.Adam(p, learning_rate or 1.0))
@@ -147,8 +146,9 @@ class GradientSteps(AskTell):
             key,
         )
         none = torch.zeros(size, dtype=torch.long)
+        view = None if self._outputs is None else self._outputs.view(clean, points)
         queries = Queries(
-            NAME, size, losses, none, key, points.tolist(), memory, clean=clean, decide=self.decide
+            NAME, size, losses, none, key, points.tolist(), memory, view=view, decide=self.decide
         )
 
         def runner(cost: Cost) -> LocalRunner:
@@ -161,12 +161,15 @@ class GradientSteps(AskTell):
             rows = self._engine.rows(query, self.group.estimator.shared)
             columns = yield Candidates(rows, points[query.rows.points])
             failed += int(torch.isnan(columns[:, 0]).sum())
-            loop.tell(query, RowResults(columns[:, 0], columns))
-        found = Collector()
+            results = RowResults(columns[:, 0])
+            if self._outputs is not None and view is not None:
+                results = self._outputs.results(columns, view)
+            loop.tell(query, results)
+        found, withheld = Collector(), step.estimation.withheld
         step.write(found)
         for parameter, gradient in found.gradients.items():
-            parameter.grad = gradient.to(parameter)
-        if self.step_size is not None and due(self.steps):
+            parameter.grad = None if withheld else gradient.to(parameter)
+        if self.step_size is not None and due(self.steps) and not withheld:
             yield from self._search(self.step_size, points, losses)
         else:
             self.optimizer.step()
@@ -270,9 +273,7 @@ class GradientSteps(AskTell):
         self.restart(int(state["asked"]))
 
 
-def _on_identity(
-    options: LikelihoodRatio | ParameterNoise, outputs: Outputs | None, size: int
-) -> Estimator:
+def _on_identity(options: LikelihoodRatio | ParameterNoise, outputs: Outputs | None) -> Estimator:
     """The estimator on an identity, where per-row noise on parameters is noise on outputs."""
     if not isinstance(options, LikelihoodRatio | ParameterNoise):
         raise FlopsError(f"Tuner supports LikelihoodRatio, ES and SPSA, not {options!r}")
@@ -289,4 +290,8 @@ def _on_identity(
             'sigma="auto" spends queries that a price does not know of; give Tuner a number'
         )
     options = replace(options, targets="block", sigma=options.sigma or default_sigma(torch.float32))
-    return options if outputs is None else RecycledLikelihoodRatio(options, outputs, size)
+    if outputs is None:
+        return options
+    if not options.reads_outputs:
+        raise FlopsError("outputs need shaped noise: pass shaping=Shaping() to the estimator")
+    return RecycledLikelihoodRatio.of(options, outputs) if outputs.newest else options

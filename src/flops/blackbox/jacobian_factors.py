@@ -19,7 +19,9 @@ formed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +96,13 @@ class Factors:
         source = generator(seed, 19)
         directions = torch.randn(dimensions, rank, generator=source) * (0.3 / dimensions**0.5)
         return cls(directions, 1 / dimensions, 0.01)
+
+    @classmethod
+    def from_memory(cls, kept: Mapping[str, Any] | None, dimensions: int, seed: int) -> Factors:
+        """Restore from `vars`."""
+        if kept is None:
+            return cls.unknown(dimensions, seed)
+        return cls(kept["directions"], float(kept["floor"]), float(kept["drift"]))
 
     def times(self, rows: Tensor) -> Tensor:
         """(U U^T + s I) times rows, shape (..., d)."""

@@ -1,8 +1,9 @@
 """Outputs of a black box, of which the loss is a known function.
 
 A service that returns logits reveals with every query how all of them change, at no extra cost. The
-client computes the loss from them, so its derivative with respect to the outputs is known; the
-Jacobian of the outputs is learned from all queries of a run (`flops.blackbox.jacobian_memory`).
+client computes the loss from them, so its derivative with respect to the outputs is known: they
+become the engine's view of a loss (`flops.passes.loss_view`), and estimators learn from it as they
+do from the outputs of a model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from flops.errors import FlopsError
+from flops.estimators.base import RowResults
+from flops.passes.loss_view import EVERY, LossView, differentiate
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,9 @@ class Outputs:
             hold nothing that the loss does not depend on: for instance centred logits.
         loss: Losses of outputs: ``losses = loss(outputs, points)``, shapes (Q, K), (Q,) and (Q,),
             differentiable in the outputs.
-        newest: Stored derivatives per point, unless one step has more.
+        newest: Stored derivatives per point, unless one step has more, from which its Jacobian is
+            estimated (`flops.blackbox.jacobian_memory`). 0 stores none: the mean Jacobian of all
+            points is learned instead, as by `ForwardGradient`.
         room: Noise values kept, 4 bytes each.
     """
 
@@ -34,27 +39,42 @@ class Outputs:
     newest: int = 96
     room: int = 1 << 27
 
-    def derivative(self, columns: Tensor, points: Tensor) -> Tensor:
-        """Derivative of each row's loss with respect to its outputs, shape (Q, K).
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.newest < 0:
+            raise FlopsError(f"newest must be at least 0, not {self.newest}")
+
+    def view(self, columns: Tensor, points: Tensor) -> LossView | None:
+        """The view of a batch's loss, from the columns of its clean rows.
+
+        None if nothing is stored and the loss is flat at all points, as in the engine.
 
         Raises:
             FlopsError: If `loss` differs from the objective's, or its derivative is not finite.
         """
-        outputs = self.read(columns).detach().requires_grad_()
-        with torch.enable_grad():
-            losses = self.loss(outputs, points)
-            (found,) = torch.autograd.grad(losses.sum(), outputs)
+        outputs = self._read(columns)
+        losses, (found,) = differentiate(lambda values: self.loss(values[0], points), [outputs])
         own = columns[:, 0]
-        same = losses.shape == own.shape
-        if not same or not torch.allclose(losses.detach().to(own), own, 1e-3, 1e-3):
+        if losses.shape != own.shape or not torch.allclose(losses.to(own), own, 1e-3, 1e-3):
             raise FlopsError(
                 "`outputs.loss` does not reproduce the losses that the objective returns"
             )
-        if not bool(torch.isfinite(found).all()):
+        if found is None or not bool(torch.isfinite(found).all()):
             raise FlopsError("the derivative of `outputs.loss` is not finite")
-        return found
+        every = outputs.size(1) if self.newest else EVERY
+        view = LossView.of(outputs, found, every=every, known=True)
+        return view if self.newest or len(view.roots) else None
 
-    def read(self, columns: Tensor) -> Tensor:
+    def results(self, columns: Tensor, view: LossView) -> RowResults:
+        """Losses of rows, and what the loss reads of each; NaN where it failed."""
+        losses, clean = columns[:, 0], view.clean
+        there = ~torch.isnan(losses)
+        outputs = clean.new_full((len(losses), clean.size(1)), torch.nan)
+        if bool(there.any()):
+            outputs[there] = view.read(self._read(columns[there]))
+        return RowResults(losses, outputs)
+
+    def _read(self, columns: Tensor) -> Tensor:
         """Extract and check the outputs."""
         outputs = self.of(columns)
         if outputs.dim() != 2 or len(outputs) != len(columns) or outputs.size(1) < 1:

@@ -64,7 +64,8 @@ class Tuner(GradientSteps):
             ``{"text": (12, 500), "image": (10, 500)}``: shaped noise learns positions and channels
             of each. One flat part if None.
         outputs: For an objective that returns more than losses: shaped noise then estimates the
-            Jacobian of every point's outputs from the queries of all steps.
+            Jacobian of every point's outputs from the queries of all steps, or, with
+            ``Outputs(newest=0)``, learns the mean Jacobian of all points as the engine does.
         embeddings: Of the points, for the kernel of the Gaussian allocator, shape (points, E).
         seed: Seeds the noise and the order of points.
         say: Called with a sentence about each problem of the journal and its remedy.
@@ -151,7 +152,7 @@ class Tuner(GradientSteps):
                 "learning_rate": learning_rate,
                 "optimizer": type(self.optimizer).__name__,
                 "parts": parts,
-                "outputs": outputs is not None,
+                "outputs": "mean" if outputs and not outputs.newest else outputs is not None,
                 "embeddings": None if embeddings is None else list(embeddings.shape),
                 "seed": seed,
                 "part": part,

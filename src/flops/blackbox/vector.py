@@ -8,6 +8,7 @@ engine perturbs this model, and an objective evaluates the rows that come out of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -113,8 +114,9 @@ class VectorEngine:
         """Parameters of the rows of a query, shape (rows, d); they share memory if equal."""
         runner, rows = query.step.runner, query.rows
         some = part(rows, 0, 1) if shared else rows
+        perturbation = replace(query.perturbation, evaluate=None)  # the objective has the outputs
         with torch.no_grad():
-            runner.run(query.step.group.name, query.perturbation, some)
+            runner.run(query.step.group.name, perturbation, some)
         found, self._seen = self._seen.detach(), torch.empty(0)
         found = found.clone() if found.is_inference() else found
         return found[:1].expand(len(rows.points), -1) if shared else found

@@ -50,7 +50,6 @@ class Queries:
         memory: State of the estimator for this group. Replace entries, never modify them in place:
             a failed step must keep the old ones.
         recorded: Calls whose clean outputs can be replayed.
-        clean: Outputs of the clean pass, for estimators that read them, shape (B, K).
         view: What the loss reads of the model's outputs, for estimators that do, too.
         decide: Called with each discrete decision; returns the decision to use, which a journal may
             have recorded on another machine. None uses this process's.
@@ -64,7 +63,6 @@ class Queries:
     ids: list[int]
     memory: dict[str, Any]
     recorded: frozenset[int] = frozenset()
-    clean: Tensor | None = None
     view: LossView | None = None
     decide: Decide | None = None
 

@@ -34,6 +34,7 @@ from flops.perturb.activations import Sites
 from flops.perturb.random import Kind, signed
 from flops.subspace.basis import Space, site_grids
 from flops.subspace.config import Shaping
+from flops.subspace.report import ShapedEstimate
 from flops.subspace.step import ShapedStep, full_precision
 
 UNLIKE = 0.2  # derivatives by outputs and by losses may differ, relatively
@@ -57,8 +58,31 @@ class ActivationNoise(Protocol):
     def derivatives(self, losses: Tensor, clean: Tensor, dtype: torch.dtype) -> Tensor: ...  # noqa: D102
 
 
+class Step(Protocol):
+    """Which directions are measured, and what follows: as `flops.subspace.step.ShapedStep`."""
+
+    delta: Tensor
+    isotropic: Tensor
+    shaped: ShapedEstimate
+
+    def rows(self, points: Tensor, draws: Tensor) -> Tensor: ...  # noqa: D102
+
+    def scaled(self, points: Tensor, draws: Tensor, derivatives: Tensor) -> Tensor: ...  # noqa: D102
+
+    def collect(self, derivatives: Tensor, points: Tensor, outputs: Tensor | None) -> None: ...  # noqa: D102
+
+
 class ShapedActivations(Estimation):
-    """delta is the posterior estimate from isotropic and shaped queries."""
+    """delta is the posterior estimate from isotropic and shaped queries.
+
+    Args:
+        options: Options of the estimator.
+        shaping: Those of its noise.
+        binding: The noise sites.
+        queries: The group's queries.
+        runner: Services of the engine.
+        step: Makes the step; takes the arguments of `ShapedStep`.
+    """
 
     partial = True
 
@@ -69,6 +93,7 @@ class ShapedActivations(Estimation):
         binding: Sites,
         queries: Queries,
         runner: Runner,
+        step: Callable[..., Step] = ShapedStep,
     ) -> None:
         self._options, self._binding, self._queries = options, binding, queries
         self.dtype = torch.promote_types(torch.float32, binding.dtype)
@@ -90,7 +115,7 @@ class ShapedActivations(Estimation):
             mask,
             self._device,
         )
-        self._step = ShapedStep(
+        self._step = step(
             space,
             shaping,
             queries.memory,
@@ -146,7 +171,7 @@ class ShapedActivations(Estimation):
         features, clean = None, self._queries.losses.abs().median()
         if self._view is not None:
             losses, values, rest = values[:, 0], values[:, 1], values[:, 2:]
-            if _agree(values, losses, runner.replicas):
+            if self._view.known or _agree(values, losses, runner.replicas):
                 features = torch.cat(self._features) if self.width == 2 else rest
             else:
                 values = losses
@@ -161,6 +186,8 @@ class ShapedActivations(Estimation):
         if arrived is not None:
             values, points, self._size = values[arrived.draws], points[arrived.draws], arrived.size
             isotropic = isotropic[arrived.draws]
+            if features is not None:
+                features = features[arrived.draws.to(features.device)]
         self._derivatives, self._points = values, points
         if features is None or self._view is None:
             differences = (values[isotropic] * self._options.scale).to(clean.dtype)

@@ -9,6 +9,7 @@ residuals r of other points: the gradients of points that were not drawn lie in 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -41,6 +42,7 @@ class LossView:
         roots: Residuals of the batch, each normalised, have the second moment roots^T roots in the
             features, shape (q, p).
         common: Whether all replicas have the same features.
+        known: Whether the loss is known to be a function of these outputs and of nothing else.
     """
 
     leaves: tuple[int, ...]
@@ -50,6 +52,22 @@ class LossView:
     basis: Tensor | None
     roots: Tensor
     common: bool = True
+    known: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        clean: Tensor,
+        residuals: Tensor,
+        leaves: tuple[int, ...] = (0,),
+        columns: Tensor | None = None,
+        every: int = EVERY,
+        known: bool = False,
+    ) -> LossView:
+        """The view of a batch; of more than ``every`` outputs, directions are the features."""
+        with torch.autocast(residuals.device.type, enabled=False):
+            basis, roots = _directions(residuals, every)
+        return cls(leaves, columns, clean, residuals, basis, roots, known=known)
 
     @property
     def size(self) -> int:
@@ -89,10 +107,22 @@ class LossView:
         """Of the points' losses, (rows,), and of the features, (rows, p), along a change.
 
         Outputs that a point's loss does not read (logits at its padding, which others read) say
-        nothing of its gradient, and are left out.
+        nothing of its gradient, and are left out, unless the loss is known to read them all.
         """
         residuals = self.residuals[points]
-        return (change * residuals).sum(1), self.features(change * (residuals != 0))
+        read = change if self.known else change * (residuals != 0)
+        return (change * residuals).sum(1), self.features(read)
+
+
+def differentiate(
+    loss: Callable[[list[Tensor]], Any], outputs: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Losses of outputs, and their derivative; None for outputs that are not read."""
+    values = [x.detach().clone().requires_grad_() for x in outputs]
+    with torch.inference_mode(False), torch.enable_grad():
+        losses = loss(values)
+        found = torch.autograd.grad(losses.sum(), values, allow_unused=True)
+    return losses.detach(), list(found)
 
 
 def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView | None:
@@ -113,36 +143,35 @@ def loss_view(batch: Batch, outputs: Any, positions: Tensor | None) -> LossView 
         for i, x in enumerate(found)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and len(x) == rows
     ]
-    if not at or sum(found[i][:size].numel() for i in at) > MOST:
+    own = [found[i][:size] for i in at]
+    if not own or sum(x.numel() for x in own) > MOST:
         return None
-    values = list(found)
-    for i in at:
-        values[i] = found[i][:size].detach().clone().requires_grad_()
+
+    def losses(values: list[Tensor]) -> Any:
+        new = dict(zip(at, values, strict=True))
+        whole = tree_unflatten([new.get(i, x) for i, x in enumerate(found)], spec)
+        return batch.loss(whole, torch.arange(size), positions)
+
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            losses = batch.loss(tree_unflatten(values, spec), torch.arange(size), positions)
-            grads = torch.autograd.grad(losses.sum(), [values[i] for i in at], allow_unused=True)
+        _, grads = differentiate(losses, own)
     except (RuntimeError, TypeError):  # integers, numpy, detached outputs; not signal handlers'
         return None
-    used = [(i, g) for i, g in zip(at, grads, strict=True) if g is not None]
+    used = [(i, x, g) for i, x, g in zip(at, own, grads, strict=True) if g is not None]
     if not used:
         return None
-    residuals = torch.cat([_flat(g) for _, g in used], 1)
+    residuals = torch.cat([_flat(g) for _, _, g in used], 1)
     columns = torch.nonzero(residuals.abs().amax(0) > 0).flatten()
     if not len(columns) or not bool(torch.isfinite(residuals).all()):
         return None
-    clean = torch.cat([_flat(values[i].detach()) for i, _ in used], 1)
+    clean = torch.cat([_flat(x.detach()) for _, x, _ in used], 1)
     every = len(columns) == clean.size(1)
     if not every:
         residuals, clean = residuals[:, columns], clean[:, columns]
     if not bool(torch.isfinite(clean).all()):  # logits that are masked by -inf have no change
         return None
-    leaves = tuple(i for i, _ in used)
-    with torch.autocast(residuals.device.type, enabled=False):
-        basis, roots = _directions(residuals)
-    if not len(roots):
-        return None
-    return LossView(leaves, None if every else columns, clean, residuals, basis, roots)
+    leaves = tuple(i for i, _, _ in used)
+    view = LossView.of(clean, residuals, leaves, None if every else columns)
+    return view if len(view.roots) else None
 
 
 def joint_view(view: LossView | None, replicas: Replicas) -> LossView | None:
@@ -182,7 +211,7 @@ def _normalised(residuals: Tensor) -> Tensor:
     return unit[norms.squeeze(1) > 0]
 
 
-def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
+def _directions(residuals: Tensor, every: int) -> tuple[Tensor | None, Tensor]:
     """Basis of the features, and the root of the second moment of the normalised residuals."""
     unit = _normalised(residuals)
     if not len(unit):
@@ -191,6 +220,6 @@ def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
     keep = values[:DIRECTIONS] > LEAST * values[0]
     values = (values[:DIRECTIONS][keep] / len(unit) ** 0.5).to(residuals.dtype)
     vectors = vectors[:DIRECTIONS][keep].to(residuals.dtype)
-    if residuals.size(1) <= EVERY:
+    if residuals.size(1) <= every:
         return None, vectors * values.unsqueeze(1)
     return vectors, torch.diag(values)

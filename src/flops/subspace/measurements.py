@@ -8,8 +8,9 @@ device of the perturbed tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,6 +198,7 @@ class Design:
         draws: All draws of each point, shape (B,).
         prediction: Predicted gradient of each point, zero at padding, shape (B, dimensions), and
             the share of the energy that it is expected to hold; None without.
+        decide: Called with which points measure it; returns those that do. None for these.
 
     Attributes:
         prior: Expected energy share of each direction, shape (B, m) or (1, m).
@@ -212,6 +214,7 @@ class Design:
         iso: Tensor,
         draws: Tensor,
         prediction: tuple[Tensor, float] | None = None,
+        decide: Callable[[str, Any], Any] | None = None,
     ) -> None:
         self.space, self.known, self.iso, self.draws = space, known, iso, draws
         shaped = draws - iso
@@ -219,8 +222,11 @@ class Design:
         self._first, self.predicted, self.expected = iso, None, 0.0
         if prediction is not None and int(shaped.max()):
             self.measured = self._measures(shaped - 1)
-            used, self.predicted = self._outside(*prediction, shaped)
+            used, units = self._outside(*prediction, shaped)
+            used = used if decide is None else decide("predicted", used)
             self._first = iso + used
+            measure = used.to(units.device).unsqueeze(1) > 0
+            self.predicted = torch.where(measure, units, 0.0)
         self.measured = self._measures(draws - self._first)
         # The norm of a Gaussian vector over the k directions: above rounding, below curvature.
         self._length = max(1.0, float(shaped.double().mean())) ** 0.5
@@ -238,7 +244,7 @@ class Design:
         """Which points measure their predicted gradient in place of their last direction.
 
         Those where it is expected to hold more energy. Also its unit vectors, outside of what else
-        is measured, zero for the others.
+        is measured.
         """
         left = predicted - self.known.lift(self.known.coordinates(predicted) * self.measured)
         squares, whole = left.square().sum(1), predicted.square().sum(1)
@@ -249,7 +255,7 @@ class Design:
         used &= (shaped > 0).to(used.device)
         self.expected = share * float((squares / whole.clamp(min=1e-30)).double().mean())
         units = left / squares.clamp(min=1e-30).sqrt().unsqueeze(1)
-        return used.long().cpu(), torch.where(used.unsqueeze(1), units, 0.0)
+        return used.long().cpu(), units
 
     def rows(self, points: Tensor, draws: Tensor) -> Tensor:
         """Noise of these draws, shape (draws, dimensions); a point's draws are consecutive."""
@@ -330,9 +336,14 @@ class Design:
         actual[at, rank] = draw[there]
         w = torch.zeros_like(found.w)
         w[at, rank] = found.w[at, draw[there]]
-        predicted = found.predicted
+        predicted, features = found.predicted, found.features
         if predicted is not None and found.a is not None:
             predicted = torch.where(torch.isnan(found.a).unsqueeze(1), 0.0, predicted)
+        if features is not None:
+            all_w = torch.zeros_like(features.w)
+            all_w[at, rank] = features.w[at, draw[there]]
+            all_c, all_a = features.c.nan_to_num(0.0), features.a.nan_to_num(0.0)
+            features = replace(features, w=all_w, c=all_c, a=all_a)
         return replace(
             found,
             noise=self.noise.renumbered(actual),
@@ -343,6 +354,7 @@ class Design:
             c=found.c.nan_to_num(0.0),
             predicted=predicted,
             a=None if found.a is None else found.a.nan_to_num(0.0),
+            features=features,
         )
 
     def _sorted(

@@ -152,7 +152,7 @@ class ShapedStep:
         self._mean = self._mean_jacobian() if longest == -shortest else None
         with full_precision(space.device):
             prediction = None if self._warm else self._predicted()
-            self._design = Design(space, known, iso, draws, prediction)
+            self._design = Design(space, known, iso, draws, prediction, decide)
 
     def _mean_jacobian(self) -> MeanJacobian | None:
         """The mean Jacobian of the features so far; None if they change with the batch."""
