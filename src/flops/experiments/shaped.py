@@ -1,7 +1,7 @@
 """Study of shaped noise: cosines, accuracy, other problems and ablations.
 
-- `main`: fine-tuning the bundled ViT with shaped noise, cosine of each third of the network; and,
-  with 20 queries, the same from losses alone.
+- `main`: fine-tuning the bundled ViT with shaped noise, cosine of each third of the network; and
+  the same from losses alone.
 - `cost`: forward equivalents to come within a point of backpropagation, by queries.
 - `defaults`: a new user's `ForwardGradient(model, loss_fn)` after five epochs.
 - `problems`: shaped against isotropic noise on five other problems.
@@ -136,8 +136,8 @@ def _main(study: ShapedStudy) -> list[Sheet]:
             TrainingRun(queries=queries, epochs=epochs, outputs=outputs, most=study.most, seed=seed)
             for seed in range(study.seeds)
         ]
-        for row, (queries, epochs, start) in enumerate(study.lengths)
-        for outputs in ((True, False) if row == 0 else (True,))
+        for queries, epochs, start in study.lengths
+        for outputs in (True, False)
     }
     found = study.run("main", train, settings)
     lines = {
