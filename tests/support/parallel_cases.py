@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,4 +183,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    start(main, Path(sys.argv[1]), int(sys.argv[2]))
+    start(partial(main, Path(sys.argv[1])), int(sys.argv[2]))

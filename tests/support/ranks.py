@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,27 +16,30 @@ import torch.distributed as dist
 
 import flops
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(minutes=10)
 
 
-def command(module: str, folder: Path, processes: int = 2) -> tuple[list[str], dict[str, str]]:
+def command(module: str, *arguments: object) -> tuple[list[str], dict[str, str]]:
     """How to start a module that calls `start`, and its environment."""
     places = [str(Path(flops.__file__).parents[1]), str(Path(__file__).parents[2])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
-    return [sys.executable, "-m", module, str(folder), str(processes)], environment
+    return [sys.executable, "-m", module, *map(str, arguments)], environment
 
 
-def start(main: Callable[[Path], None], folder: Path, processes: int) -> None:
-    """Run ``main(folder)`` on every rank, and exit."""
+def start(main: Callable[[], None], processes: int, end_with_first: bool = False) -> None:
+    """Run a function on every rank, and exit; with the code of rank 0, which ends all, if asked."""
     torch.set_num_threads(1)  # a fork inherits no threads
     pipes = [os.pipe() for _ in range(1, processes)]  # rank 0 says where its store is
-    ranks = [_fork(main, folder, rank, pipes) for rank in range(processes)]
-    sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in ranks))
+    ranks = [_fork(main, rank, pipes) for rank in range(processes)]
+    codes = []
+    for child in ranks:
+        if codes and end_with_first:
+            os.kill(child, signal.SIGKILL)
+        codes.append(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    sys.exit(codes[0] if end_with_first else max(codes))
 
 
-def _fork(
-    main: Callable[[Path], None], folder: Path, rank: int, pipes: list[tuple[int, int]]
-) -> int:
+def _fork(main: Callable[[], None], rank: int, pipes: list[tuple[int, int]]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
@@ -45,7 +49,7 @@ def _fork(
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
             )
-            main(folder)
+            main()
             dist.barrier()  # the store ends with rank 0
             dist.destroy_process_group()
             code = 0
