@@ -85,7 +85,13 @@ ALLOCATORS = {
 }
 
 
-@pytest.mark.parametrize("name", ALLOCATORS)
+# Others have the parts of these: a pilot, a running mean, another feature.
+LONG = ("gaussian, standardised", "neyman, pilot", "neyman, running")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in ALLOCATORS]
+)
 def test_the_mean_is_the_gradient(name: str) -> None:
     problem = Problem()
     samples = problem.samples(ALLOCATORS[name], LEAF)

@@ -16,7 +16,6 @@ from tests.support.pictures import make_folder
 from tests.support.resuming import Stop, Stopper, flip, lines, small
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "state.json"])
 def test_a_flipped_bit_is_noticed_and_the_previous_checkpoint_goes_on(
     name: str, unbroken: Path, stopped: Path
