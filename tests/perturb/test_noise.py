@@ -186,7 +186,7 @@ def test_noise_follows_the_identity_of_a_point_not_its_place(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments(kind: str) -> None:
-    size, draws, points = 6, 40, 1_000
+    size, draws, points = 6, 4, 10_000
     noise = NoiseStream(kind, KEY, list(range(points)), [draws] * points, size)
     z = torch.stack([noise.take(point, 0, draws) for point in range(points)]).double()
     n = points * draws
