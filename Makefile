@@ -46,7 +46,7 @@ test: $(VENV)/.installed ## Run the tests (minutes)
 
 # What is said of bits must hold for other instructions than this machine's best, and other threads.
 # Threads that wait do not spin: the tests start processes of their own.
-BITS := $(BIN)/python -m pytest -q -m "bits and not slow"
+BITS := $(BIN)/python -m pytest -q -m "bits and not slow" $(shell grep -rl --include="test_*.py" mark.bits tests)
 test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two lower CPU capability levels
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive ATEN_CPU_CAPABILITY=avx2 \
 		MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BITS) -n 2 --dist worksteal

@@ -20,6 +20,7 @@ from tests.support.contract import (
     engine,
     gradient,
 )
+from tests.support.covering import in_turn
 from tests.support.random_state import global_random_state
 
 
@@ -63,8 +64,9 @@ def test_counts_fit_the_budget(name: str, size: int, unit: int, index: Tensor | 
     assert global_random_state() == before
 
 
-@pytest.mark.parametrize("name", ALLOCATORS)
-@pytest.mark.parametrize("estimator", POINTWISE)
+@pytest.mark.parametrize(
+    ("estimator", "name"), in_turn(POINTWISE, ALLOCATORS, full=["LikelihoodRatio", "SPSA"])
+)
 def test_every_allocator_serves_every_estimator(name: str, estimator: str, model: Net) -> None:
     x, y = data()
     runs = []

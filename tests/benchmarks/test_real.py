@@ -127,8 +127,14 @@ def test_cost_of_every_row(name, monkeypatch) -> None:
         assert found["passes of work"] == pytest.approx(work[name], rel=0.2)
 
 
+# One of each kind of memory; what a step moves and costs is tested of every row.
+MEASURED = ("inference", "bp", "mezo", "block", "shaped", "shaped-lora")
+
+
 @linux
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in MEASURED else pytest.mark.slow) for n in ROWS]
+)
 def test_memory_of_every_row(name, monkeypatch) -> None:
     monkeypatch.setattr(real_rows, "QUERIES", 2)
     found = real.memory_of("tiny", name)

@@ -11,11 +11,11 @@ from flops.allocators import Fixed, Gaussian
 from flops.blackbox import Tuner
 from flops.blackbox.objective import ObjectiveError
 from flops.errors import FlopsError, PrecisionWarning, QueryError
+from tests.support.covering import in_turn
 from tests.support.tuned_functions import ALLOCATORS, KINDS, START, A, D, N, linear, make, quadratic
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("allocator", "kind"), in_turn(ALLOCATORS, KINDS, full=["equal"]))
 def test_every_estimator_and_allocator_improves_and_every_row_is_counted(kind, allocator) -> None:
     rows = []
 

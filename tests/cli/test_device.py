@@ -81,7 +81,7 @@ with Traffic() as traffic:
 found["training"] = [len(traffic.copies) > 0, abs(got - expected)]
 with Traffic() as traffic:
     problem = ClosedFormProblem(0, str(DEVICE))
-    got = problem.estimates(torch.full((8,), 6), 200, 0)
+    got = problem.estimates(torch.full((8,), 6), 60, 0)
 found["theorem"] = [len(traffic.copies) > 0, str(got.device)]
 error = got.mean(0) - problem.gradients().mean(0)
 found["standard errors"] = float((error / (got.std(0) / len(got) ** 0.5)).abs().max())

@@ -46,7 +46,9 @@ def test_a_wrong_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of Windows close in another way")
-@pytest.mark.parametrize("given", [["--help"], ["study", "theorem"]])
+@pytest.mark.parametrize(
+    "given", [pytest.param(["--help"], marks=pytest.mark.slow), ["study", "theorem"]]
+)
 def test_a_closed_pipe_is_no_error(given: list[str]) -> None:
     repeats = ["--repeats", "2"] if given[0] == "study" else []
     ran = subprocess.Popen(

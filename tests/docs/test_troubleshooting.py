@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,7 @@ MESSAGES = [
 ]
 
 
+@cache
 def texts() -> list[str]:
     """All strings of the source; what is filled in is a mark."""
     found = []
@@ -30,15 +32,12 @@ def texts() -> list[str]:
     return found
 
 
-TEXTS = texts()
-
-
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_is_in_the_source(message: str) -> None:
     said = message.removeprefix("PrecisionWarning: ")
     parts = [part.strip(" .[]'") for part in said.split("...")]
     for part in (part for part in parts if len(part) > 6):
-        assert any(part in text for text in TEXTS), part
+        assert any(part in text for text in texts()), part
 
 
 def test_messages_are_found() -> None:

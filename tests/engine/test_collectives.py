@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,8 @@ import pytest
 import torch
 
 from flops.engine.fingerprint import digest
-from tests.support.launching import torchrun
 from tests.support.parallel_cases import CASES, STEPS, train
+from tests.support.ranks import command
 
 WORLD = 2
 NAMES = (*CASES, "mezo")
@@ -23,10 +21,8 @@ NAMES = (*CASES, "mezo")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two real processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = torchrun("-m", "tests.support.parallel_cases", str(folder))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    program, env = command("tests.support.parallel_cases", folder, WORLD)
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 

@@ -54,7 +54,8 @@ def test_exact_equals_backpropagation() -> None:
 def test_many_queries_point_to_the_gradient(name: str) -> None:
     model, (x, y) = mlp().double(), tuple(t.double() for t in data(3))
     truth = exact(model, squared, x, y)
-    group = [Group(model, ESTIMATORS[name], queries=2000)]
+    queries = 800 if ESTIMATORS[name].shared else 2000  # those of points run in one batch
+    group = [Group(model, ESTIMATORS[name], queries)]
     found = estimate(model, squared, x, y, group)
     assert cosine(flat(found), flat(truth)) > 0.9
 
@@ -160,10 +161,23 @@ def test_without_a_clean_pass_a_loss_that_is_not_finite_is_still_an_error() -> N
             fg.estimate(x, torch.full_like(y, torch.nan))
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 7, 1000])
+# Of the paths in turn; what rounds otherwise does so for any number of chunks.
+CUTS = [(2, "cpu"), (3, "device"), (7, "cpu"), (1000, "device")]
+CUTS += [(chunk, "device" if path == "cpu" else "cpu") for chunk, path in CUTS]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "path"),
+    [
+        pytest.param(*cut, marks=pytest.mark.bits if cut[0] == 3 else ())
+        if i < 4 or cut[0] == 3
+        else pytest.param(*cut, marks=pytest.mark.slow)
+        for i, cut in enumerate(CUTS)
+    ],
+    indirect=["path"],
+)
 @pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "exact"])
 @pytest.mark.usefixtures("path")
-@pytest.mark.bits
 def test_chunk_size_does_not_matter(name: str, chunk: int) -> None:
     model, (x, y) = mlp().double(), tuple(t.double() for t in data())
     counts = [2, 4, 8, 2, 6, 4] if not ESTIMATORS[name].shared else [4] * 6

@@ -25,6 +25,7 @@ from flops import (
 )
 from flops.allocators import Gaussian, Neyman
 from tests.conftest import squared
+from tests.support.covering import in_turn
 
 
 class Tied(nn.Module):
@@ -81,8 +82,9 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("crossed", [False, True], ids=["in a row", "crossed"])
-@pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("options", [{}, {"reuse": False}, {"chunk": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), in_turn(ESTIMATORS, [{}, {"reuse": False}, {"chunk": 4}]), ids=str
+)
 def test_stepping_in_hooks_is_stepping_after_all(
     name: str, crossed: bool, options: dict[str, Any]
 ) -> None:

@@ -22,6 +22,7 @@ from tests.support.brute import (
     own_units,
     point_runner,
 )
+from tests.support.covering import in_turn
 from tests.support.zoo import CASES, Case
 
 # CLIP's scale is a parameter that the loss of a pair does not read, and the library says so.
@@ -105,8 +106,7 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize(("name", "kind"), in_turn(CASES, ESTIMATORS, step=3))
 def test_one_group_equals_a_slow_loop(name: str, kind: str) -> None:
     case, estimator, queries = CASES[name](), ESTIMATORS[kind], 4
     modules = [case.model.get_submodule(block) for block in case.blocks]

@@ -30,6 +30,7 @@ from tests.support.contract import (
     every,
     gradient,
 )
+from tests.support.covering import in_turn
 from tests.support.random_state import global_random_state
 
 noisy = pytest.mark.parametrize("name", NOISY)
@@ -147,7 +148,6 @@ def test_frozen_parameters_get_no_gradient(name: str, model: Net) -> None:
 
 
 @every
-@pytest.mark.bits
 def test_the_global_random_state_does_not_matter(name: str, model: Net) -> None:
     x, y = data()
     found = []
@@ -220,8 +220,9 @@ def model_output(out: Tensor) -> Any:
     return BaseModelOutput(last_hidden_state=out)
 
 
-@every
-@pytest.mark.parametrize("form", [*FORMS, "ModelOutput"])
+@pytest.mark.parametrize(
+    ("name", "form"), in_turn(ESTIMATORS, [*FORMS, "ModelOutput"], full=["LikelihoodRatio"])
+)
 def test_outputs_of_any_form(name: str, form: str, model: Net) -> None:
     if form == "ModelOutput":
         pytest.importorskip("transformers")

@@ -24,6 +24,7 @@ from tests.support.contract import (
     gradient,
     groups,
 )
+from tests.support.covering import in_turn
 
 pointwise = pytest.mark.parametrize("name", POINTWISE)
 
@@ -33,8 +34,7 @@ def model() -> Net:
     return Net().double()
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(ESTIMATORS, [torch.bfloat16, torch.float16]))
 def test_half_precision(name: str, dtype: torch.dtype, model: Net) -> None:
     x, y = (t.to(dtype) for t in data())
     estimator = ESTIMATORS[name]
@@ -122,7 +122,9 @@ def test_a_factor_of_the_loss(name: str, model: Net) -> None:
 
 
 @pytest.mark.usefixtures("path")
-@every
+@pytest.mark.parametrize(
+    ("name", "path"), in_turn(ESTIMATORS, ["cpu", "device"]), indirect=["path"]
+)
 @pytest.mark.bits
 def test_with_an_index_the_order_of_points_does_not_matter(name: str, model: Net) -> None:
     (x, y), index = data(), torch.tensor([40, 7, 300, 2])
@@ -133,7 +135,7 @@ def test_with_an_index_the_order_of_points_does_not_matter(name: str, model: Net
 
 
 @pytest.mark.usefixtures("path")
-@pointwise
+@pytest.mark.parametrize(("name", "path"), in_turn(POINTWISE, ["cpu", "device"]), indirect=["path"])
 def test_without_an_index_noise_is_keyed_by_place(name: str, model: Net) -> None:
     (x, y), order = data(), torch.tensor([2, 0, 3, 1])
     plain = gradient(engine(model, name), x, y)

@@ -72,7 +72,7 @@ def test_over_all_signs_it_is_the_direction_of_a_linear_loss(
     torch.testing.assert_close(flat(found), unbiased * truth / truth.norm())
 
 
-@pytest.mark.parametrize("factor", [1e-4, 1e4])
+@pytest.mark.parametrize("factor", [1e-4, pytest.param(1e4, marks=pytest.mark.slow)])
 def test_its_mean_is_the_direction_of_the_gradient(factor: float) -> None:
     model, x, y = problem()
     truth = flat(exact(model, squared, x, y))

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from flops import ES, SPSA, CoverageError, ForwardGradient, Group, LikelihoodRatio
 from flops.diagnostics.traces import spend_counts
 from tests.conftest import gradients
+from tests.support.covering import in_turn
 from tests.support.targets import ESTIMATORS, check, summed
-
-SLOW = pytest.mark.slow
 
 
 class Tied(nn.Module):
@@ -140,11 +139,14 @@ class PaddedTied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("whole", "shared"),
-    [(True, True), (False, False), *(pytest.param(w, not w, marks=SLOW) for w in (True, False))],
+    ("other", "how"),
+    in_turn(
+        ["none", "head", "functional", "of the root"],
+        [(True, True), (False, False), (True, False), (False, True)],
+    ),
 )
-@pytest.mark.parametrize("other", ["none", "head", "functional", "of the root"])
-def test_padding_learns_from_what_is_no_lookup(other: str, whole: bool, shared: bool) -> None:
+def test_padding_learns_from_what_is_no_lookup(other: str, how: tuple[bool, bool]) -> None:
+    whole, shared = how
     model, ids = PaddedTied(other).double(), torch.tensor([[2, 1], [2, 2], [0, 2]])
     estimator = SPSA(1e-4, shared=shared, noise="rademacher")
     group = Group(parameters=[model.embed.weight], estimator=estimator, queries=4000)

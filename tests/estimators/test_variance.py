@@ -278,7 +278,9 @@ def test_jacobian_energy_is_averaged_over_the_first_steps_and_kept() -> None:
     assert len({total for total, _ in seen}) == ENERGY_STEPS
 
 
-@pytest.mark.parametrize("draws", [2, 5, 8, 11, 16])
+@pytest.mark.parametrize(
+    "draws", [*(pytest.param(d, marks=pytest.mark.slow) for d in (2, 16)), 5, 8, 11]
+)
 def test_variance_of_orthogonal_draws(draws: int) -> None:
     """Full blocks of orthogonal draws are exact for a linear loss; what is left is sampled."""
     model = nn.Linear(3, 8).double()
@@ -307,7 +309,9 @@ def test_variance_of_orthogonal_draws(draws: int) -> None:
 # The batch gradient
 
 
-@pytest.mark.parametrize("counts", [[5, 5, 5, 5], [1, 3, 8, 20]])
+@pytest.mark.parametrize(
+    "counts", [pytest.param([5, 5, 5, 5], marks=pytest.mark.slow), [1, 3, 8, 20]]
+)
 @pytest.mark.parametrize(
     ("model", "estimator"),
     [

@@ -129,7 +129,7 @@ def test_results_under_names_of_older_versions_are_found(tmp_path: Path, data: s
 
 
 def test_the_peak_memory_of_a_process_is_its_own(tmp_path: Path) -> None:
-    here = torch.ones(3 * 2**27)  # 1.5 GiB of the parent
+    here = torch.ones(2**28)  # 1 GiB of the parent
     cells = [Cell("part", memory, Settings(1.0))]
     (found,) = run_cells(cells, tmp_path, 1, QUIET, "part", fresh=True)
     assert 2**25 < found["peak"] < here.nbytes < peak_memory()

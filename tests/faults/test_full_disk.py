@@ -97,7 +97,6 @@ def left_overs(folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("unfinished-*")]
 
 
-@pytest.mark.bits
 def test_training_goes_on_and_writes_again(disk: tuple[Path, Switch], unbroken: Path) -> None:
     folder, full = disk
     config = SMALL.replace(output=str(folder / "run"))
@@ -111,7 +110,6 @@ def test_training_goes_on_and_writes_again(disk: tuple[Path, Switch], unbroken: 
     assert not left_overs(folder)
 
 
-@pytest.mark.bits
 def test_a_disk_that_stays_full_ends_in_a_sentence(
     disk: tuple[Path, Switch], unbroken: Path
 ) -> None:

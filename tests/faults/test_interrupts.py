@@ -22,7 +22,7 @@ from tests.support.interrupting import Campaign
 
 pytestmark = pytest.mark.usefixtures("handlers_stay")
 
-SIGNALS_SENT = 200
+SIGNALS_SENT = 100
 MANY_SIGNALS_SENT = int(os.environ.get("FLOPS_INTERRUPTS", "10000"))
 
 posix = pytest.mark.skipif(os.name != "posix", reason="another process sends the signals")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
+from tests.support.ranks import command
 
 
 def free_port() -> int:
@@ -29,29 +29,11 @@ def free_port() -> int:
 
 def run(how: str, parallel: str) -> str:
     """What rank 0 said when rank 1 failed, long before the timeout of the group (10 minutes)."""
-    port = str(free_port())
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **shared, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.support.failing_ranks", how, parallel]
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                subprocess.Popen(
-                    command,
-                    env={**environment, "RANK": str(rank)},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in range(2)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill)
-        said, _ = ranks[0].communicate(timeout=200)
-        ranks[1].send_signal(signal.SIGKILL)
-    assert ranks[0].returncode == 3
-    rank, step, error, text = said.strip().split("|", 3)
+    program, environment = command("tests.support.failing_ranks", how, parallel)
+    ran = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, timeout=200)
+    assert ran.returncode == 3
+    (said,) = (line for line in ran.stdout.splitlines() if line.startswith("0|"))
+    rank, step, error, text = said.split("|", 3)
     assert (rank, step, error) == ("0", "2", "WorkerError")
     return text
 

@@ -97,7 +97,7 @@ def test_code_in_a_model_folder_is_never_run(
         assert "code of a model is never run" in said
 
 
-@pytest.mark.parametrize("typed", ["y\ny\n", ""])
+@pytest.mark.parametrize("typed", ["y\ny\n", pytest.param("", marks=pytest.mark.slow)])
 def test_an_answer_in_a_pipe_runs_no_code(typed: str, tmp_path: Path) -> None:
     folder, marker = hostile("tiny-vit", tmp_path / "model", "unknown")
     found = subprocess.run(

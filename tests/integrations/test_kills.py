@@ -32,6 +32,7 @@ trainer(language_model(), args, callbacks=[Kill()]).train()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}

@@ -168,6 +168,7 @@ def test_backpropagation_through_it_says_why_not(int8: OnnxModule) -> None:
     assert len(gradients(model)) == 3
 
 
+@pytest.mark.slow
 def test_automatic_sigma_is_near_the_best_of_a_sweep(original: Logits, int8: OnnxModule) -> None:
     """By the cosine to the exact gradient of the float model."""
     x, y = faint(images(SHOTS.train))[:BATCH], SHOTS.train.labels[:BATCH]

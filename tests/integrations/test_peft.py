@@ -23,6 +23,7 @@ from flops import SPSA, CoverageError, ForwardGradient, Group, LikelihoodRatio, 
 from flops.integrations.peft import prompts_by_row
 from flops.losses import CausalLM, Classification, from_model
 from tests.conftest import flat, gradients
+from tests.support.covering import in_turn
 from tests.support.language import (
     arguments,
     collate,
@@ -104,9 +105,10 @@ def test_likelihood_ratio_estimates_the_gradient_of_the_adapters(name: str) -> N
     assert float(cosine) > 0.75
 
 
-@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
-    "estimator", [SPSA(), SPSA(shared=True), MeZO(), LikelihoodRatio(targets="leaf")]
+    ("name", "estimator"),
+    in_turn(CONFIGS, [SPSA(), SPSA(shared=True), MeZO(), LikelihoodRatio(targets="leaf")], step=2),
+    ids=str,
 )
 def test_other_estimators_perturb_the_adapters(name: str, estimator: Any) -> None:
     model, (inputs, labels) = adapted(name), batch()
@@ -138,8 +140,9 @@ def test_prompts_by_row_change_no_output(name: str) -> None:
     assert "get_prompt" not in vars(model)
 
 
-@pytest.mark.bits
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.bits if n == "lora" else ()) for n in CONFIGS]
+)
 def test_the_trainer_trains_only_the_adapter_and_peft_loads_it(name: str, tmp_path: Path) -> None:
     ours = trainer(adapted(name), arguments(tmp_path))
     before = weights(ours.model)
@@ -159,8 +162,7 @@ def test_the_trainer_trains_only_the_adapter_and_peft_loads_it(name: str, tmp_pa
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.bits
-@pytest.mark.parametrize("name", ["lora", "p-tuning"])
+@pytest.mark.parametrize("name", [pytest.param("lora", marks=pytest.mark.bits), "p-tuning"])
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 1}
     whole = trainer(adapted(name), arguments(tmp_path / "whole", **options))

@@ -71,8 +71,14 @@ class Order(TrainerCallback):
         self.steps.append([])
 
 
-@pytest.mark.bits
-@pytest.mark.parametrize(("batch", "accumulate"), [(3, 1), (5, 1), (2, 2), (5, 2)])
+@pytest.mark.parametrize(
+    ("batch", "accumulate"),
+    [
+        (3, 1),
+        pytest.param(5, 2, marks=pytest.mark.bits),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in ((5, 1), (2, 2))),
+    ],
+)
 def test_training_is_the_plain_loop(tmp_path: Path, batch: int, accumulate: int) -> None:
     order = Order()
     options = {"gradient_accumulation_steps": accumulate, "per_device_train_batch_size": batch}
@@ -127,7 +133,7 @@ def test_micro_batches_add_up_to_the_gradient_of_the_batch(tmp_path: Path) -> No
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, accumulate: int) -> None:
     options = {"gradient_accumulation_steps": accumulate, "save_strategy": "steps", "save_steps": 1}
     whole = trainer(language_model(), arguments(tmp_path / "whole", **options))

@@ -23,6 +23,7 @@ from flops.engine.step import QueryLoop, run_query
 from flops.estimators.base import Rows
 from tests.conftest import flat, gradients
 from tests.statistical.helpers import assert_mean
+from tests.support.covering import in_turn
 
 SIGMA = 1e-5
 SIZE = 6
@@ -84,7 +85,13 @@ ALLOCATORS = {
 }
 
 
-@pytest.mark.parametrize("name", ALLOCATORS)
+# Others have the parts of these: a pilot, a running mean, another feature.
+LONG = ("gaussian, standardised", "neyman, pilot", "neyman, running")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in ALLOCATORS]
+)
 def test_the_mean_is_the_gradient(name: str) -> None:
     problem = Problem()
     samples = problem.samples(ALLOCATORS[name], LEAF)
@@ -93,8 +100,11 @@ def test_the_mean_is_the_gradient(name: str) -> None:
         assert problem.spread > 2  # else equal counts would pass for any of them
 
 
-@pytest.mark.parametrize("name", ["gaussian", "neyman, pilot and running"])
-@pytest.mark.parametrize("estimator", [BLOCK, SPSA(SIGMA)], ids=["block", "spsa"])
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    in_turn(["gaussian", "neyman, pilot and running"], [BLOCK, SPSA(SIGMA)]),
+    ids=str,
+)
 def test_the_mean_is_the_gradient_for_other_estimators(name: str, estimator: Any) -> None:
     problem = Problem()
     samples = problem.samples(ALLOCATORS[name], estimator, queries=12)
@@ -111,7 +121,10 @@ def row_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flops.engine.rows.plan_rows", plan)
 
 
-@pytest.mark.parametrize("name", ["bernoulli", "gaussian", "neyman"])
+@pytest.mark.parametrize(
+    "name",
+    ["bernoulli", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gaussian", "neyman"))],
+)
 def test_row_means_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem()
     row_mean(monkeypatch)

@@ -111,11 +111,25 @@ ESTIMATORS = {
 }
 
 
+FAST = {
+    "cnn": (
+        "leaf",
+        "block",
+        "stage",
+        "antithetic",
+        "rademacher",
+        "orthogonal",
+        "es",
+        "spsa-shared",
+    ),
+    "vit": ("leaf", "stage", "orthogonal", "spsa"),
+}
+
+
 def by_cost(problem: str, name: str) -> Any:
-    """Parameter noise on whole models takes long; the smallest one has all estimators."""
-    shared = problem == "vit" and "shared" in name
-    long = shared or (problem == "cnn" and name in ("jvp-shared", "lozo-shared"))
-    return pytest.param(problem, name, marks=pytest.mark.slow if long else ())
+    """The smallest problem has all estimators, the others those that depend on the model most."""
+    fast = problem == "mlp" or name in FAST[problem]
+    return pytest.param(problem, name, marks=() if fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("problem", "name"), [by_cost(p, n) for n in ESTIMATORS for p in PROBLEMS])
@@ -125,9 +139,20 @@ def test_mean_is_the_gradient(problem: str, name: str) -> None:
     assert_mean(case.samples(ESTIMATORS[name], queries), case.truth())
 
 
+NOISE = ("block", "rademacher", "orthogonal", "spsa", "spsa-shared", "lozo-shared")
+NOISE += ("spsa-shared-signs",)
+
+
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("path", ["device"], indirect=True)
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # One of each kind of noise; the others sum the same noise.
+        pytest.param(name, marks=() if name in NOISE else pytest.mark.slow)
+        for name in ESTIMATORS
+    ],
+)
 def test_mean_is_the_gradient_with_the_noise_of_a_device(name: str) -> None:
     case = mlp()
     queries = 60 if "shared" in name else 150

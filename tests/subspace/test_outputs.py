@@ -61,9 +61,9 @@ def test_the_moment_is_that_of_gradients_with_other_residuals() -> None:
         unit = F.normalize(model(x).softmax(1) - F.one_hot(y, 4), dim=1)
     moment = unit.T @ unit / len(x)
     truth = model.reads @ moment @ model.reads.T
-    for seed in range(400):
-        fg = engine(model, n, warm=10)
-        fg.seed = seed
+    fg = engine(model, n, warm=10)
+    for _ in range(400):
+        fg.memory["site"] = {}  # every step is a first one
         step(fg, x, y)
         (kept,) = fg.memory["site"]["moments"]
         # Weights are by the energy that was seen, which is noisy: compare directions.
@@ -165,7 +165,7 @@ def test_a_loss_that_detaches_outputs_is_learned_from_losses(share: float) -> No
 
 def test_a_wide_site_keeps_few_rows() -> None:
     """Fewer rows than points fit: the mean is finite, and what is kept is bounded."""
-    size = 300_000
+    size = 150_000  # 14 rows of a site are kept, of 16 points
     model, x, y = problem(size=8, classes=2)
     model.target = nn.Linear(5, size).double()
     model.reads = nn.Parameter(torch.randn(size, 2).double() / size**0.5, requires_grad=False)

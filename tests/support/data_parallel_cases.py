@@ -1,14 +1,14 @@
 """Steps that two processes with their own points must take as one with all; by
 tests/engine/test_data_parallel.py.
 
-As a program under torchrun it writes what every process found: `data_parallel_cases.py FOLDER`.
+As a program it writes what every process found: `data_parallel_cases.py FOLDER PROCESSES`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from flops import (
 from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator, Signal
 from flops.engine.collectives import Collectives
-from tests.support.parallel_cases import Words, batch, losses
+from tests.support.parallel_cases import STEPS, Words, batch, losses
+from tests.support.ranks import start
 
-STEPS = 8
 CUT = 4  # points of rank 0; the other has the rest of them
 
 
@@ -179,7 +179,6 @@ def on_a_mesh(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     if dist.get_world_size() == 4:
         on_a_mesh(folder)
@@ -193,8 +192,7 @@ def main(folder: Path) -> None:
         found[f"{name}, other lengths"] = more
     found["refusals"] = refusals()
     torch.save(found, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    start(partial(main, Path(sys.argv[1])), int(sys.argv[2]))

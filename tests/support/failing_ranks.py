@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from flops import FlopsError, ForwardGradient, Group, LikelihoodRatio
 from flops.engine import watch
 from tests.support.parallel_cases import Words, batch, losses
+from tests.support.ranks import start
 
 LAST = 1  # rank that fails
 STEPS = 40
@@ -26,7 +27,6 @@ STEPS = 40
 
 def main(how: str, parallel: Any) -> None:
     watch.SILENT, watch.BEAT = 6.0, 1.0
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     rank, step = dist.get_rank(), 0
     torch.manual_seed(0)
     model = Words().double()
@@ -56,4 +56,4 @@ def main(how: str, parallel: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    start(partial(main, *sys.argv[1:]), 2, end_with_first=True)

@@ -1,13 +1,13 @@
 """Steps that one process and two must take alike; run by tests/engine/test_collectives.py.
 
-As a program under torchrun it writes what every process found: `parallel_cases.py FOLDER`.
+As a program it writes what every process found: `parallel_cases.py FOLDER PROCESSES`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from flops.allocators import Bernoulli, Equal, Gaussian, Neyman
 from flops.allocators.base import Allocator
 from flops.engine.collectives import Collectives
 from flops.presets import mezo
+from tests.support.ranks import start
 
-STEPS = 8
+STEPS = 5
 CASES: dict[str, tuple[Any, Callable[[], Allocator]]] = {
     "block": (LikelihoodRatio(), Equal),
     "leaf": (LikelihoodRatio(targets="leaf"), Gaussian),
@@ -174,14 +175,12 @@ def refusals() -> dict[str, str]:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found: dict[str, Any] = {name: train(name) for name in (*CASES, "mezo")}
     for size in (1, 2, 3):
         found[f"size {size}"] = train("leaf", size=size)
     found["refusals"] = refusals()
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    start(partial(main, Path(sys.argv[1])), int(sys.argv[2]))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flops.serve.client import KeyedScoreRequest, ServiceClient
+from tests.support.forked import Fork, start
 
 TEXT = IMAGE = 64  # widths of the bundled model
 
@@ -35,36 +36,24 @@ class Server:
         self.descriptors = descriptors  # limit of open files, which it cannot raise
         self.ledger = folder / "ledger.sqlite"
         self.port = 0
-        self.process: subprocess.Popen[str]
+        self.process: Fork | subprocess.Popen[str]
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "flops", "serve", "--json", "--port", str(self.port)]
+        command = ["serve", "--json", "--port", str(self.port)]
         command += ["--ledger", str(self.ledger), "--threads", "1", *self.options]
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         if self.key is not None:
             environment["TEST_KEY"] = self.key
             command += ["--api-key-env", "TEST_KEY"]
         self.errors = (self.folder / "stderr").open("a")
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env=environment,
-            preexec_fn=self._limit if self.descriptors else None,
-        )
+        self.process = start(command, environment, self.errors, self.descriptors)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, (self.folder / "stderr").read_text()
         self.about: dict[str, Any] = json.loads(line)
         self.url = str(self.about["url"])
         self.port = int(self.url.rsplit(":", 1)[1])
-
-    def _limit(self) -> None:
-        import resource  # not on every system
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self.descriptors, self.descriptors))
 
     def log(self) -> str:
         return (self.folder / "stderr").read_text()

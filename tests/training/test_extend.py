@@ -21,7 +21,6 @@ def weights(folder: Path) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in found.items()}
 
 
-@pytest.mark.bits
 def test_an_extended_run_is_the_longer_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

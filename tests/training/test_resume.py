@@ -45,8 +45,18 @@ def test_an_unbroken_run_learns_and_repeats_itself(unbroken: Path, tmp_path: Pat
         assert_alike(tmp_path / "run", unbroken)
 
 
-@pytest.mark.parametrize("method", ["bp", "mezo", "fzoo", "lozo", "jvp", "ops-lr", "ops-spsa"])
-@pytest.mark.bits
+@pytest.mark.parametrize(
+    "method",
+    [
+        "bp",
+        pytest.param("mezo", marks=pytest.mark.bits),
+        "fzoo",
+        "lozo",
+        "jvp",
+        pytest.param("ops-lr", marks=pytest.mark.bits),
+        "ops-spsa",
+    ],
+)
 def test_every_kind_of_state_is_restored(method: str, tmp_path: Path) -> None:
     whole, broken = (
         small(method=method, queries=4, epochs=2, limit=24, output=str(tmp_path / name))
@@ -93,9 +103,6 @@ def test_asked_to_stop(number: signal.Signals, times: int, tmp_path: Path) -> No
 
 
 @pytest.mark.bits
-def test_the_previous_checkpoint_can_be_asked_for(unbroken: Path, tmp_path: Path) -> None:
-    config = small(output=str(tmp_path))
-    with pytest.raises(Stop):
-        train(config, display=Stopper(7))
-    train(config, resume=True, checkpoint="previous")
-    assert_alike(tmp_path, unbroken)
+def test_the_previous_checkpoint_can_be_asked_for(unbroken: Path, stopped: Path) -> None:
+    train(small(output=str(stopped)), resume=True, checkpoint="previous")
+    assert_alike(stopped, unbroken)

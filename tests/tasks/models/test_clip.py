@@ -117,8 +117,15 @@ def test_logits_are_those_of_plain_clip(clip: PromptedClip) -> None:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("texts", "images"), [(16, 32), (5, 7)])
+@pytest.mark.parametrize(
+    ("threads", "texts", "images"),
+    [
+        (2, 16, 32),
+        (1, 5, 7),
+        pytest.param(1, 16, 32, marks=pytest.mark.slow),
+        pytest.param(2, 5, 7, marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_depends_on_place_and_neighbours_by_rounding_at_most(
     clip: PromptedClip, threads: int, texts: int, images: int
 ) -> None:

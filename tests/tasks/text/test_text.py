@@ -19,6 +19,7 @@ from flops.training.config import ConfigError
 from flops.training.loop import train
 from flops.training.methods import METHODS, MethodName
 from flops.training.trainer import Trainer
+from tests.support.covering import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore::flops.errors.PrecisionWarning")
 CPU = torch.device("cpu")
@@ -50,8 +51,9 @@ def gpt(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "deepzero"])
-@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize(
+    ("method", "lora"), in_turn([m for m in METHODS if m != "deepzero"], [None, 2])
+)
 def test_every_method_trains(method: MethodName, lora: int | None) -> None:
     found = train(small(method=method, lora=lora, steps=2, queries=4))
     assert found.steps == 2
