@@ -196,3 +196,10 @@ def test_another_machines_choice_of_predictions_is_kept() -> None:
     assert design.predicted.square().sum(1).tolist() == pytest.approx([0, 1, 0, 1])
     shaped = torch.tensor(DRAWS) - torch.tensor(ISO)
     assert design.measured.sum(1).tolist() == (shaped - torch.tensor([0, 1, 0, 1])).tolist()
+
+
+def test_rounding_of_a_derivative_is_that_of_an_output_over_sigma() -> None:
+    found = case()
+    assert found.measurements.features is not None
+    rounding = found.view.resolution / found.space.sigma
+    assert found.measurements.features.resolution == rounding
