@@ -36,7 +36,8 @@ OUTPUTS = Outputs(lambda columns: columns[:, 1:], losses)
 
 def test_the_view_is_the_engines() -> None:
     logits, points = torch.randn(5, K), torch.tensor([7, 0, 3, 4, 2])
-    view = OUTPUTS.view(columns_of(logits, points), points)
+    view = replace(OUTPUTS, newest=0).view(columns_of(logits, points), points)
+    assert view is not None
     batch = Batch(torch.zeros(5, 1), LABELS[points], lambda o, y: losses(o, points))
     engine = loss_view(batch, logits, None)
     assert engine is not None
@@ -198,6 +199,46 @@ def test_what_is_unreliable_is_not_stepped(searched: bool) -> None:
     assert report.shaping["parameters"].withheld
     assert torch.equal(box.parameters, before)
     assert box.asked - asked == 4 * (1 + 5)  # and no rate is searched for
+
+
+def test_the_first_step_that_is_not_withheld_searches_for_its_rate() -> None:
+    """Until then the optimizer's rate is 1, whatever the scale of the parameters."""
+    shaping = Shaping(withhold=0.9, warm=0)
+    box = tuner(estimator=LikelihoodRatio(1e-2, shaping=shaping), optimizer=None)
+    decisions = iter([True, True, True, False])  # of the steps 0 to 3, of which 3 is not due
+    box.decide = lambda name, value: next(decisions) if name == "withheld" else value
+    for _ in range(3):
+        box.step()
+    assert torch.equal(box.parameters, START)
+    box.step()
+    assert 0 < float((box.parameters - START).abs().max()) < 0.5
+
+
+def test_whether_a_step_is_withheld_is_a_decision() -> None:
+    """Another machine, which rounds differently, takes the recorded one."""
+    names = []
+    for withhold in (0.5, 0.0):
+        shaping = Shaping(withhold=withhold)
+        box = tuner(estimator=LikelihoodRatio(1e-2, shaping=shaping), learning_rate=0.1)
+        made: list[str] = []
+
+        def decide(name: str, value: object, made: list[str] = made) -> object:
+            made.append(name)
+            return value
+
+        box.decide = decide
+        box.step()
+        names.append("withheld" in made)
+    assert names == [True, False]
+
+
+def test_a_loss_that_does_not_read_its_outputs_is_said() -> None:
+    points = torch.tensor([0, 1])
+    columns = torch.cat([torch.ones(2, 1), torch.randn(2, K)], 1)
+    other = torch.ones((), requires_grad=True)
+    wrong = replace(OUTPUTS, loss=lambda outputs, which: other.expand(len(which)))
+    with pytest.raises(FlopsError, match="does not depend on the outputs"):
+        wrong.view(columns, points)
 
 
 def test_a_loss_that_is_flat_at_all_points_is_learned_from_as_a_loss() -> None:

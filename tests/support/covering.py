@@ -11,7 +11,7 @@ import pytest
 def in_turn(
     names: Iterable[Any], values: Collection[Any], step: int = 0, full: Collection[Any] = ()
 ) -> list[Any]:
-    """All pairs; those that run always have each name once, and the values in turn.
+    """All pairs; those that run always have every name and every value at least once.
 
     Args:
         names: First of each pair.
@@ -19,7 +19,8 @@ def in_turn(
         step: Every so many values runs; 0 for one of them.
         full: Names that run with all values.
     """
-    step = step or len(values)
+    step, names = step or len(values), list(names)
+    assert len(names) >= step or full, "a value would only run with the slow tests"
     return [
         pytest.param(
             name, value, marks=() if name in full or (i + j) % step == 0 else pytest.mark.slow

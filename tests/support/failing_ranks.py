@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -56,4 +57,4 @@ def main(how: str, parallel: Any) -> None:
 
 
 if __name__ == "__main__":
-    start(partial(main, *sys.argv[1:]), 2, end_with_first=True)
+    start(partial(main, *sys.argv[1:]), 2, end_with_first=True, timeout=timedelta(minutes=10))

@@ -29,7 +29,10 @@ class Fork:
 
     def __init__(self, status: socket.socket, stdout: IO[str]) -> None:
         self._status, self.stdout = status, stdout
-        self.pid = int(status.recv(64))
+        said = status.recv(64)
+        if not said:
+            raise RuntimeError("the process that services are forks of has ended; see its stderr")
+        self.pid = int(said)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -115,7 +118,9 @@ def serve(commands: socket.socket) -> None:
 
     from flops.tasks.models.clip import PromptedClip
 
-    torch.set_num_threads(1)  # a fork inherits no threads
+    # A fork inherits no threads: torch and the tokenizers must not have started any.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
     import flops.cli.main
     import flops.serve.server
     import flops.serve.service  # noqa: F401

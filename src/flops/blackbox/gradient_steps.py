@@ -37,6 +37,7 @@ from flops.estimators.likelihood_ratio import default_sigma
 from flops.estimators.parameter_noise import ParameterNoise
 from flops.estimators.variance import ENERGY_STEPS
 from flops.passes.ranks import Ranks
+from flops.subspace.config import Shaping
 
 SCHEMA = 3  # also counts streams of noise: that of earlier queries is made again
 AT_ONCE = 1 << 25  # noise values per round, 128 MB
@@ -75,7 +76,10 @@ class GradientSteps(AskTell):
         if sum(torch.Size(shape).numel() for shape in shapes.values()) != len(start):
             raise FlopsError(f"the parts {shapes} do not add up to {len(start)} parameters")
         self._vector, self._outputs = Vector(start, shapes), outputs
-        chosen = _on_identity(estimator or LikelihoodRatio(sigma=1e-2), outputs)
+        options = estimator or LikelihoodRatio(sigma=1e-2)
+        chosen = _on_identity(options, outputs)
+        stores = outputs is None or outputs.newest > 0
+        self._withholds = not stores and (options.shaping or Shaping()).withhold > 0
         self._engine = VectorEngine(self._vector, chosen, queries, NAME)
         self.group = self._engine.group
         if budget_of(self.group, 1) < chosen.unit:
@@ -166,11 +170,14 @@ class GradientSteps(AskTell):
                 results = self._outputs.results(columns, view)
             loop.tell(query, results)
         found, withheld = Collector(), step.estimation.withheld
+        if self._withholds and self.decide is not None:  # what is asked next depends on it
+            withheld = self.decide("withheld", withheld)
         step.write(found)
         for parameter, gradient in found.gradients.items():
             parameter.grad = None if withheld else gradient.to(parameter)
-        if self.step_size is not None and due(self.steps) and not withheld:
-            yield from self._search(self.step_size, points, losses)
+        sizes = self.step_size
+        if sizes is not None and (due(self.steps) or sizes.rate is None) and not withheld:
+            yield from self._search(sizes, points, losses)
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -293,5 +300,8 @@ def _on_identity(options: LikelihoodRatio | ParameterNoise, outputs: Outputs | N
     if outputs is None:
         return options
     if not options.reads_outputs:
-        raise FlopsError("outputs need shaped noise: pass shaping=Shaping() to the estimator")
+        raise FlopsError(
+            "outputs need shaped noise that learns from them: give the estimator "
+            "shaping=Shaping(), with outputs=True, the default"
+        )
     return RecycledLikelihoodRatio.of(options, outputs) if outputs.newest else options

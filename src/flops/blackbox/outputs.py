@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flops.errors import FlopsError
 from flops.estimators.base import RowResults
-from flops.passes.loss_view import EVERY, LossView, differentiate
+from flops.passes.loss_view import LossView, differentiate
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +59,14 @@ class Outputs:
             raise FlopsError(
                 "`outputs.loss` does not reproduce the losses that the objective returns"
             )
-        if found is None or not bool(torch.isfinite(found).all()):
+        if found is None:
+            raise FlopsError("`outputs.loss` does not depend on the outputs that it is given")
+        if not bool(torch.isfinite(found).all()):
             raise FlopsError("the derivative of `outputs.loss` is not finite")
-        every = outputs.size(1) if self.newest else EVERY
-        view = LossView.of(outputs, found, every=every, known=True)
-        return view if self.newest or len(view.roots) else None
+        if self.newest:  # the memory reads the outputs and residuals alone: no SVD of many outputs
+            return LossView((0,), None, outputs, found, None, found[:0], known=True)
+        view = LossView.of(outputs, found, known=True)
+        return view if len(view.roots) else None
 
     def results(self, columns: Tensor, view: LossView) -> RowResults:
         """Losses of rows, and what the loss reads of each; NaN where it failed."""

@@ -61,12 +61,11 @@ class LossView:
         residuals: Tensor,
         leaves: tuple[int, ...] = (0,),
         columns: Tensor | None = None,
-        every: int = EVERY,
         known: bool = False,
     ) -> LossView:
-        """The view of a batch; of more than ``every`` outputs, directions are the features."""
+        """The view of a batch; of many outputs, the directions of the residuals are features."""
         with torch.autocast(residuals.device.type, enabled=False):
-            basis, roots = _directions(residuals, every)
+            basis, roots = _directions(residuals)
         return cls(leaves, columns, clean, residuals, basis, roots, known=known)
 
     @property
@@ -211,7 +210,7 @@ def _normalised(residuals: Tensor) -> Tensor:
     return unit[norms.squeeze(1) > 0]
 
 
-def _directions(residuals: Tensor, every: int) -> tuple[Tensor | None, Tensor]:
+def _directions(residuals: Tensor) -> tuple[Tensor | None, Tensor]:
     """Basis of the features, and the root of the second moment of the normalised residuals."""
     unit = _normalised(residuals)
     if not len(unit):
@@ -220,6 +219,6 @@ def _directions(residuals: Tensor, every: int) -> tuple[Tensor | None, Tensor]:
     keep = values[:DIRECTIONS] > LEAST * values[0]
     values = (values[:DIRECTIONS][keep] / len(unit) ** 0.5).to(residuals.dtype)
     vectors = vectors[:DIRECTIONS][keep].to(residuals.dtype)
-    if residuals.size(1) <= every:
+    if residuals.size(1) <= EVERY:
         return None, vectors * values.unsqueeze(1)
     return vectors, torch.diag(values)
