@@ -79,11 +79,12 @@ class Tune(TuneConfig, FunctionOptions):
             needed += ["transformers", "fastapi", "uvicorn", "cachetools", "prometheus_client"]
         for module in needed:
             require(module, "blackbox")
+        from flops.serve.client import check_service
+
+        if config.url is not None:  # before imports that take seconds
+            check_service(config.url, config.api_key())
         if "cma-es" in (config.methods or ()):  # early, not after hours
             require("cma", "cma")
-        from flops.serve.client import check_service
         from flops.tasks.prompts.problem import PromptProblem
 
-        if config.url is not None:
-            check_service(config.url, config.api_key())
         run_campaign(PromptProblem(config, console), config, console)
