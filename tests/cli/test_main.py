@@ -62,3 +62,25 @@ def test_a_closed_pipe_is_no_error(given: list[str]) -> None:
     assert ran.stderr.read() == b""
     ran.stderr.close()
     assert ran.wait() == CLOSED_PIPE
+
+
+def test_a_command_imports_no_other() -> None:
+    """What makes `flops tune` name a wrong address within three seconds."""
+    code = (
+        "import sys\nfrom flops.cli.main import main\n"
+        "try:\n    main(['tune', '--url', 'http://127.0.0.1:9'])\n"
+        "except SystemExit as left:\n    assert 'no service answers' in str(left), left\n"
+        "others = ('flops.cli', 'flops.experiments', 'matplotlib', 'transformers')\n"
+        "print(*sorted(m for m in sys.modules if m.startswith(others)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["flops.cli", "flops.cli.main", "flops.cli.tune"]
+
+
+def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--tyro-print-completion", "bash"])
+    assert not left.value.code
+    shown = capsys.readouterr().out
+    for name in SUMMARIES:
+        assert f"'{name}'" in shown

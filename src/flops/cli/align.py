@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import tyro
 
@@ -46,8 +45,6 @@ class Align(RunOptions):
         self.train(self.settings, self.preset, "align")
 
 
-def subcommand(arguments: Sequence[str]) -> Any:
+def command(arguments: Sequence[str]) -> tuple[type[Align], Align]:
     """The command's type for tyro, with defaults from the preset and file in the arguments."""
-    wanted = len(arguments) > 0 and arguments[0] == "align"
-    default = Align.defaults(arguments[1:]) if wanted else Align()
-    return tyro.conf.subcommand("align", default=default)
+    return Align, Align.defaults(arguments)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 
 from flops.cli.training import chosen_preset, chosen_task
@@ -276,19 +275,16 @@ Command = Compare | CompareText
 COMMANDS: Mapping[str, type[Command]] = {"image": Compare, "text": CompareText}
 
 
-def command(arguments: Sequence[str]) -> tuple[type[Command], Any]:
+def command(arguments: Sequence[str]) -> tuple[type[Command], Command | None]:
     """The command's type for tyro, by task, with the defaults of its preset.
 
     Raises:
         ConfigError: If there is no such task or preset.
     """
-    if not arguments or arguments[0] != "compare":
-        return Compare, tyro.conf.subcommand("compare")
-    kind = COMMANDS[chosen_task(arguments[1:], tuple(COMMANDS))]
-    if kind is Compare:
-        return Compare, tyro.conf.subcommand("compare")
-    default = dataclasses.replace(CompareText(), **chosen_preset(arguments[1:], TEXT_PRESETS))
-    return CompareText, tyro.conf.subcommand("compare", default=default)
+    if chosen_task(arguments, tuple(COMMANDS)) != "text":
+        return Compare, None
+    preset = chosen_preset(arguments, TEXT_PRESETS)
+    return CompareText, dataclasses.replace(CompareText(), **preset)
 
 
 def _check(given: Command, *lengths: str) -> None:

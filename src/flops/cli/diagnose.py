@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -133,3 +134,8 @@ class Diagnose:
             return
         for table in diagnosis_tables(found):
             print_table(console, table)
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Diagnose], None]:
+    """The command's type for tyro."""
+    return Diagnose, None

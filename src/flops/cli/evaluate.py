@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,3 +49,8 @@ class Evaluate:
                 self.folder, self.data, splits=self.split, limit=self.limit, device=self.device
             )
         sys.stdout.write((json.dumps(found.to_dict()) if self.json else str(found)) + "\n")
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Evaluate], None]:
+    """The command's type for tyro."""
+    return Evaluate, None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import tyro
 
@@ -87,18 +86,16 @@ Command = Finetune | FinetuneText
 COMMANDS: Mapping[str, type[Command]] = {"image": Finetune, "text": FinetuneText}
 
 
-def command(arguments: Sequence[str]) -> tuple[type[Command], Any]:
+def command(arguments: Sequence[str]) -> tuple[type[Command], Command]:
     """The command's type for tyro, by task, with defaults from its preset and file.
 
     Raises:
         ConfigError: If the file, the preset or the run to resume is invalid.
     """
-    if not arguments or arguments[0] != "finetune":
-        return Finetune, tyro.conf.subcommand("finetune", default=Finetune())
-    task = chosen_task(arguments[1:], tuple(COMMANDS))
+    task = chosen_task(arguments, tuple(COMMANDS))
     default: Command
     if task == "text":
-        default = FinetuneText(settings=given_settings(arguments[1:], TextConfig(), TEXT_PRESETS))
+        default = FinetuneText(settings=given_settings(arguments, TextConfig(), TEXT_PRESETS))
     else:
-        default = Finetune(settings=given_settings(arguments[1:], FinetuneConfig(), PRESETS))
-    return type(default), tyro.conf.subcommand("finetune", default=default)
+        default = Finetune(settings=given_settings(arguments, FinetuneConfig(), PRESETS))
+    return type(default), default

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import shlex
 import sys
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
 import tyro
 from rich.console import Console
 
-from flops.cli import align, compare, finetune
-from flops.cli.diagnose import Diagnose
-from flops.cli.evaluate import Evaluate
-from flops.cli.report import Report
-from flops.cli.serve import Serve
-from flops.cli.study import Study
-from flops.cli.tune import Tune
 from flops.errors import FlopsError
 from flops.optional import install_command
 from flops.training.console import Lines
@@ -37,6 +31,7 @@ SUMMARIES = {
     "study": "check the claims of the paper and of this library",
 }
 RESUMED = ("compare", "study")  # the same command continues them
+LAUNCHED = ("finetune", "align")  # those that torchrun may start
 CLOSED_PIPE = 128 + 13  # status of programs whose reader is gone, such as `flops ... | head -1`
 
 
@@ -58,21 +53,32 @@ def usage() -> str:
     )
 
 
-def _commands(arguments: list[str]) -> Any:
-    """All commands; settings of files and presets are defaults that arguments override."""
-    kind, finetuning = finetune.command(arguments)
-    compared, comparing = compare.command(arguments)
-    return (
-        Annotated[kind, finetuning]
-        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[compared, comparing]
-        | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-        | Annotated[Tune, tyro.conf.subcommand("tune")]
-        | Annotated[Serve, tyro.conf.subcommand("serve")]
-        | Annotated[align.Align, align.subcommand(arguments)]
-        | Annotated[Study, tyro.conf.subcommand("study")]
-    )
+def _parsed(arguments: list[str]) -> Any:
+    """The command of a command line; only its own file is imported, which saves a second."""
+    name = arguments[0]
+    shared: dict[str, Any] = {"config": (tyro.conf.OmitSubcommandPrefixes,)}
+    if name in SUMMARIES:
+        kind, default = _command(name, arguments[1:])
+        given = {} if default is None else {"default": default}
+        return tyro.cli(kind, prog=f"flops {name}", args=arguments[1:], **given, **shared)
+    described = "Train neural networks with forward passes only."  # with an option of tyro's own
+    return tyro.cli(_all(), prog="flops", description=described, args=arguments, **shared)
+
+
+def _command(name: str, arguments: list[str]) -> tuple[Any, Any]:
+    """Type of a command, and its defaults where presets, files or runs change them."""
+    found: tuple[Any, Any] = importlib.import_module(f"flops.cli.{name}").command(arguments)
+    return found
+
+
+def _all() -> Any:
+    """All commands, for shell completion."""
+    kinds = []
+    for name in SUMMARIES:
+        kind, default = _command(name, [])
+        given = {} if default is None else {"default": default}
+        kinds.append(Annotated[kind, tyro.conf.subcommand(name, **given)])
+    return Union[tuple(kinds)]  # noqa: UP007
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,14 +108,8 @@ def _main(given: list[str]) -> None:
         sys.stderr.write(f"flops: no command '{given[0]}'; {hint}\n")
         sys.exit(2)
     try:
-        command: Any = tyro.cli(
-            _commands(given),
-            prog="flops",
-            description="Train neural networks with forward passes only.",
-            args=given,
-            config=(tyro.conf.OmitSubcommandPrefixes,),
-        )
-        if launched() and not isinstance(command, finetune.Command | align.Align):
+        command = _parsed(given)
+        if launched() and given[0] not in LAUNCHED:
             raise FlopsError(
                 "torchrun supports `flops finetune` and `flops align` only; start this without it"
             )

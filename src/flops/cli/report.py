@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,3 +37,8 @@ class Report:
     def run(self) -> None:
         """Write the page, and print its path."""
         sys.stdout.write(f"{write_page(self.folders, self.output)}\n")
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Report], None]:
+    """The command's type for tyro."""
+    return Report, None

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flops.errors import FlopsError
@@ -75,3 +76,8 @@ def _exit_with_input() -> None:
     while os.read(0, 4096):
         pass
     os._exit(0)
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Serve], None]:
+    """The command's type for tyro."""
+    return Serve, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -185,3 +186,8 @@ class Study:
     def run(self) -> None:
         """Measure and print."""
         self.study.run()
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Study], None]:
+    """The command's type for tyro."""
+    return Study, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rich.console import Console
@@ -88,3 +89,8 @@ class Tune(TuneConfig, FunctionOptions):
         from flops.tasks.prompts.problem import PromptProblem
 
         run_campaign(PromptProblem(config, console), config, console)
+
+
+def command(arguments: Sequence[str]) -> tuple[type[Tune], None]:
+    """The command's type for tyro."""
+    return Tune, None
