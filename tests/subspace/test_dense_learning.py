@@ -1,4 +1,7 @@
-"""The moments after a step, against sums of outer products written out."""
+"""The moments after a step, against sums of outer products written out.
+
+Each axis is learned with weights of the other's directions, in proportion to its moment so far.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flops.subspace.moments import Moments, learn
+from flops.subspace.moments import Factor, Moments, learn
 from flops.subspace.regression import regress
 from tests.support.shaped_cases import SIZE, Case, case
 
@@ -18,10 +21,22 @@ PREDICTED = pytest.mark.parametrize("predicted", [False, True])
 
 def dense(of: Case) -> list[Moments]:
     """The moments so far as matrices, so that all of a change is seen."""
-    return [
-        replace(m, channels=replace(m.channels, matrix=torch.eye(g.channels).double()))
-        for m, g in zip(of.moments, of.space.grids, strict=True)
-    ]
+    found = []
+    for s, (m, g) in enumerate(zip(of.moments, of.space.grids, strict=True)):
+        v, one = of.known.channels[s], torch.eye(g.channels).double()
+        matrix = (v * torch.linspace(0.4, 2.0, v.size(1)).double()) @ v.T + 0.3 * (one - v @ v.T)
+        found.append(replace(m, channels=replace(m.channels, matrix=matrix)))
+    return found
+
+
+def weights(factor: Factor | None, size: int) -> tuple[Tensor, Tensor]:
+    """The moment over its largest eigenvalue, and the root of that; 1 without data."""
+    one = torch.eye(size).double()
+    if factor is None or factor.matrix is None or not factor.matrix.any():
+        return one, one
+    values, vectors = torch.linalg.eigh(factor.matrix)
+    values = values.clamp(min=0) / values.max()
+    return (vectors * values) @ vectors.T, (vectors * values.sqrt()) @ vectors.T
 
 
 def parts_of(of: Case, j: int, truth: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -59,21 +74,26 @@ def changes(of: Case, truths: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
             weight, floor = n**2 / energy, n**2 / energy * n / (n + 1) * missed / n
             for s, (g, (rows, columns)) in enumerate(zip(of.space.grids, found, strict=True)):
                 a, b = (g.cut(x.unsqueeze(0))[0] for x in (inside + outside, outside))
+                before = dense(of)[s]
+                along, root_along = weights(before.positions, g.positions)
+                across, root_across = weights(before.channels, g.channels)
                 used = float(g.cut(of.mask[j : j + 1])[0, :, 0].sum())
                 covered = [
                     i
                     for i in range(of.known.size)
                     if of.measurements.measured[j, i] and int(of.known.site[i]) == s
                 ]
-                columns += weight * (a.T @ a - b.T @ b / (n + 1))
-                columns -= floor * used * torch.eye(g.channels).double()
-                rows += weight * (a @ a.T - b @ b.T / (n + 1))
-                rows -= floor * g.channels * torch.eye(g.positions).double()
+                c, d = root_along @ a, root_along @ b
+                columns += weight * (c.T @ c - d.T @ d / (n + 1))
+                columns -= floor * used * along.diagonal().mean() * torch.eye(g.channels).double()
+                c, d = a @ root_across, b @ root_across
+                rows += weight * (c @ c.T - d @ d.T / (n + 1))
+                rows -= floor * across.trace() * torch.eye(g.positions).double()
                 for i in covered:
                     v = of.known.channels[s][:, of.known.column[i]]
                     w = of.known.positions[s][:, of.known.row[i]]
-                    columns += floor * torch.outer(v, v)
-                    rows += floor * torch.outer(w, w)
+                    columns += floor * (w @ along @ w) * torch.outer(v, v)
+                    rows += floor * (v @ across @ v) * torch.outer(w, w)
     return found
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flops.passes.ranks import Replicas
-from flops.subspace.moments import DENSE, Change, Factor, joint_changes
+from flops.subspace.joint_moments import joint_changes
+from flops.subspace.moments import DENSE, Change, Factor
 
 
 class Others(Replicas):

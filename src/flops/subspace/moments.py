@@ -3,12 +3,16 @@
 Two small matrices describe a site's gradient G, positions x channels: M_T = E[G G^T] over positions
 (tokens, pixels) and M_D = E[G^T G] over channels. They are learned after a step, from losses or
 from all outputs, from estimates G = inside + outside: measured coordinates are exact, and the part
-from isotropic queries has a known noise floor, which is subtracted. An axis of more than 2,048
-entries keeps only its leading eigenpairs and its trace.
+from isotropic queries has a known noise floor, which is subtracted. The noise is the same at all
+positions and channels, and the signal is not, so each moment weighs the other axis by what is known
+of its signal: M_D is learned from W_T^1/2 G with W_T = M_T / max eigenvalue, and M_T from
+G W_D^1/2. If M_T and M_D are a Kronecker product, that changes the noise only. An axis of more than
+2,048 entries keeps only its leading eigenpairs and its trace.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +23,7 @@ from torch import Tensor
 from flops.passes.ranks import Replicas
 from flops.perturb.random import CPU, fill
 from flops.subspace.basis import Basis, Grid, Space, signed
+from flops.subspace.joint_moments import JointChange, joint_changes
 from flops.subspace.measurements import Features, Measurements
 from flops.subspace.regression import Regression
 
@@ -54,60 +59,9 @@ class Change:
         plus = self.plus
         return self.times(torch.eye(plus.size(1), dtype=plus.dtype, device=plus.device))
 
-
-@dataclass(frozen=True)
-class JointChange:
-    """The sum of the replicas' changes: of a short axis a matrix, of a long one its products.
-
-    Attributes:
-        own: The change by this replica's points.
-        dense: The sum of all, for a short axis; else None.
-        replicas: The replicas.
-    """
-
-    own: Change
-    dense: Tensor | None
-    replicas: Replicas
-
-    def times(self, x: Tensor) -> Tensor:
-        """The change applied to columns."""
-        if self.dense is not None:
-            return self.dense @ x
-        return self.replicas.sum([self.own.times(x)])[0]
-
-    def trace(self) -> float:
-        """Its trace."""
-        if self.dense is not None:
-            return float(self.dense.trace())
-        mine = torch.tensor([self.own.trace()], dtype=torch.float64)
-        return float(self.replicas.sum([mine])[0])
-
-    def matrix(self) -> Tensor:
-        """Its matrix."""
-        assert self.dense is not None
-        return self.dense
-
-
-def joint_changes(changes: Sequence[Change], replicas: Replicas) -> Sequence[Change | JointChange]:
-    """The sums of the replicas' changes; one message for all short axes, by their triangles."""
-    if not replicas.several:
-        return changes
-    short = [c for c in changes if c.plus.size(1) <= DENSE]
-    places = [
-        torch.triu_indices(c.plus.size(1), c.plus.size(1), device=c.plus.device) for c in short
-    ]
-    halves = [c.matrix()[a, b] for c, (a, b) in zip(short, places, strict=True)]
-    sums = iter(zip(places, replicas.sum(halves), strict=True))
-    found = []
-    for change in changes:
-        dense, size = None, change.plus.size(1)
-        if size <= DENSE:
-            (a, b), half = next(sums)
-            dense = half.new_zeros(size, size)
-            dense[a, b] = half
-            dense[b, a] = half
-        found.append(JointChange(change, dense, replicas))
-    return found
+    def dense(self) -> Tensor | None:
+        """Its matrix, if the axis is short."""
+        return self.matrix() if self.plus.size(1) <= DENSE else None
 
 
 @dataclass(frozen=True)
@@ -331,7 +285,7 @@ def learn(
     """
     changes = _changes(measurements, found, moments, losses)
     updates: Iterator[Change | JointChange] = iter(changes)
-    if replicas is not None:
+    if replicas is not None and replicas.several:
         updates = iter(joint_changes(changes, replicas))
     learned = []
     for m in moments:
@@ -369,30 +323,78 @@ def _changes(
         used = torch.full_like(floor, g.positions)
         if not g.aligned and space.mask is not None:
             used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)[seen.point]
+        u, v = known.positions[s], known.channels[s]
+        row, column, both = known.row[mine], known.column[mine], (g.cut(plus), g.cut(minus))
+        weights = Weights.of(m.positions, u)
         over_channels = _change(
-            g.cut(plus).flatten(0, 1),
-            g.cut(minus).flatten(0, 1),
-            float((floor * used).sum()),
-            known.channels[s],
-            known.column[mine],
-            cover[mine],
+            [weights.root(x).flatten(0, 1) for x in both],
+            float((floor * used).sum()) * weights.mean(),
+            v,
+            column,
+            cover[mine] * weights.values[row],
         )
         if m.positions is not None:
+            weights = Weights.of(m.channels, v)
             over_positions = _change(
-                g.cut(plus).transpose(1, 2).flatten(0, 1),
-                g.cut(minus).transpose(1, 2).flatten(0, 1),
-                float(floor.sum()) * g.channels,
-                known.positions[s],
-                known.row[mine],
-                cover[mine],
+                [weights.root(x.transpose(1, 2)).flatten(0, 1) for x in both],
+                float(floor.sum()) * g.channels * weights.mean(),
+                u,
+                row,
+                cover[mine] * weights.values[column],
             )
             changes.append(over_positions)
         changes.append(over_channels)
     return changes
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Weights of an axis's directions, at most 1, in proportion to their eigenvalues.
+
+    These are the best weights of directions whose noise is equal and larger than their signal.
+
+    Attributes:
+        vectors: Eigenvectors.
+        values: Their weights.
+        rest: Weight of all other directions.
+    """
+
+    vectors: Tensor
+    values: Tensor
+    rest: float
+
+    @classmethod
+    def of(cls, factor: Factor | None, vectors: Tensor) -> Weights:
+        """Weights by a moment with these eigenvectors; all 1 if it is None or without data."""
+        values, trace, (size, known) = vectors.new_zeros(vectors.size(1)), 0.0, vectors.shape
+        if factor is not None and factor.matrix is not None:
+            values = (vectors * (factor.matrix @ vectors)).sum(0).clamp(min=0)
+            trace = float(factor.matrix.trace())
+        elif factor is not None:
+            values, trace = factor.values, factor.trace
+        rest = max(0.0, trace - float(values.sum())) / max(1, size - known)
+        largest = float(values.max()) if len(values) else 0.0
+        if not largest > 0:
+            return cls(vectors[:, :0], torch.ones_like(values), 1.0)
+        return cls(vectors, values / largest, min(1.0, rest / largest))
+
+    def root(self, x: Tensor) -> Tensor:
+        """The root of the weights applied to columns, shape (..., size, columns)."""
+        scale = math.sqrt(self.rest)
+        if not self.vectors.size(1):
+            return x * scale
+        turned = (self.values.sqrt() - scale).unsqueeze(1) * (self.vectors.T @ x)
+        return scale * x + self.vectors @ turned
+
+    def mean(self) -> float:
+        """Mean weight of all directions."""
+        size, known = self.vectors.shape
+        return float(self.values[:known].sum() + self.rest * (size - known)) / size
+
+
 def _change(
-    plus: Tensor, minus: Tensor, floor: float, vectors: Tensor, number: Tensor, cover: Tensor
+    both: Sequence[Tensor], floor: float, vectors: Tensor, number: Tensor, cover: Tensor
 ) -> Change:
+    plus, minus = both
     summed = plus.new_zeros(vectors.size(1)).index_add_(0, number, cover)
     return Change(plus, minus, floor, vectors, summed)
