@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flops import (
     ES,
@@ -55,6 +56,26 @@ def test_distributed_data_parallel_is_unwrapped() -> None:
         works(fg, *data())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_mesh_whose_process_group_is_gone_is_refused() -> None:
+    """It used to train alone, each rank by itself."""
+    model = mlp()
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+        fg = ForwardGradient(model, squared, process_group=mesh)
+        works(fg, *data())
+    finally:
+        torch.distributed.destroy_process_group()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"not initialised.*process_group=None"):
+        fg.estimate(*data())
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+    fg.process_group = None
+    works(fg, *data())
 
 
 def test_what_is_compiled_in_place_is_refused() -> None:

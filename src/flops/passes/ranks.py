@@ -163,9 +163,16 @@ def in_group(group: ProcessGroup | Ranks | Literal["auto"] | None, parallel: Par
     """Whether there is a process group; else a single process takes the step.
 
     Raises:
-        ValueError: If its ranks are to share anything but points or queries.
+        ValueError: If its ranks are to share anything but points or queries, or if it is gone.
     """
     if parallel not in AXES:
         raise ValueError(f"parallel must be 'data' or 'query', not {parallel!r}")
+    if isinstance(group, Ranks) or group is None:
+        return group is not None
     initialised = dist.is_available() and dist.is_initialized()
-    return isinstance(group, Ranks) or (group is not None and initialised)
+    if not initialised and group != "auto":
+        raise ValueError(
+            "process_group was given, but torch.distributed is not initialised (any more); for a "
+            "single process, set process_group=None"
+        )
+    return initialised
