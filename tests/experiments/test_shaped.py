@@ -113,9 +113,12 @@ def test_tables_and_plots_are_written_and_finished_runs_are_kept(
     ]
     for cell in (tmp_path / "cells" / "sweep").iterdir():  # choosing never looks at the test split
         assert json.loads(cell.read_text())["result"]["test"] is None
+    shaped.main(("allocators",), study)
+    rows = (tmp_path / "allocators.md").read_text().splitlines()
+    assert [row.split("|")[1].strip() for row in rows[4:7]] == list(shaped.ALLOCATORS)
     before = (tmp_path / "main.md").read_text()
     cells = {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")}
-    assert len(cells) == 2 + 2 + 2
+    assert len(cells) == 2 + 2 + 2 + 2  # allocators share one with main
     shaped.main(("main", "accuracy"), study)
     assert (tmp_path / "main.md").read_text() == before
     assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("cells/*/*.json")} == cells

@@ -102,3 +102,10 @@ def test_defaults_are_what_is_documented() -> None:
         "outputs": True,
         "withhold": 0.0,
     }
+
+
+def test_large_batches_whose_outputs_are_seen_need_a_short_memory() -> None:
+    """.98 for 12 points, or for a step of fewer; .85 at least."""
+    keep = [decay(Shaping(), 0.5, 0.0, 0.5, 0.5, points)[0] for points in (0, 8, 12, 24, 64, 999)]
+    assert keep == pytest.approx([0.98, 0.98, 0.98, 0.98**2, 0.98 ** (64 / 12), 0.85])
+    assert decay(Shaping(decay=0.9), 0.5, 0.0, 0.5, 0.5, 64)[0] == 0.9

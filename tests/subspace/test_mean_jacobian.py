@@ -15,7 +15,11 @@ from flops.subspace.measurements import Design
 from tests.support.shaped_cases import FEATURES, SIZE, Case, case
 
 AGE = 0.8  # weight of a row of the step before
-OWN, RATE = 0.1, 0.2  # share of energy that points do not have in common, and its update
+OWN, MOST_OWN, RATE = (
+    0.1,
+    0.95,
+    0.2,
+)  # share of energy that points do not have in common, and its update
 LEAST, MOST = 1e-3, 1e3  # noise over prior variance
 KINDS = pytest.mark.parametrize("masked", [False, True])
 PREDICTED = pytest.mark.parametrize("predicted", [False, True])
@@ -71,19 +75,48 @@ def updated(of: Case, before: MeanJacobian) -> Tensor:
     kernel, residual = z @ prior @ z.T, y - z @ before.values.T
     seen = slice(new - isotropic, new)
     whole, left = (float(x[seen].square().sum()) for x in (y, residual))
-    share = own_share(of)
-    if share is None:
-        share = before.measured
-    elif before.measured is not None:
-        share = (1 - RATE) * before.measured + RATE * share
+    share = shared_share(of, before)
     own = min(OWN * whole, left / 2) if share is None else share * whole
     ratio = min(MOST, max(LEAST, own / max(left - own, LEAST * whole)))
     system = kernel + torch.diag(ratio * kernel.diagonal() / count)
     return before.values + (prior @ z.T @ torch.linalg.solve(system, residual)).T
 
 
+def by_normal_equations(of: Case, before: MeanJacobian) -> tuple[Tensor, Tensor, Tensor]:
+    """(Z^T W Z + own / (1 - own) Lambda^-1)^-1 Z^T W Y, with a tenth of Lambda flat; both sums."""
+    z, y, count, isotropic = rows(of)
+    u, eye = of.directions, torch.eye(16).double()
+    prior = (u.T * of.known.energy) @ u + of.known.rest * (eye - u.T @ u)
+    prior = 0.9 * prior + 0.1 * eye / 16
+    weight = torch.diag(count / (z @ prior @ z.T).diagonal())
+    gram = AGE * before.gram + z.T @ weight @ z
+    moment = AGE * before.moment + z.T @ weight @ y
+    own = shared_share(of, before)
+    if own is None:
+        seen = slice(len(z) - isotropic, len(z))
+        left = (y - z @ before.values.T)[seen].square().sum() / y[seen].square().sum()
+        own = min(OWN, float(left) / 2)
+    own = min(MOST_OWN, max(LEAST, own))
+    system = gram + own / (1 - own) * torch.linalg.inv(prior)
+    return torch.linalg.solve(system, moment).T, gram, moment
+
+
+def shared_share(of: Case, before: MeanJacobian) -> float | None:
+    """Running average of `own_share`; None if it was never seen."""
+    share = own_share(of)
+    if share is None or before.measured is None:
+        return before.measured if share is None else share
+    return (1 - RATE) * before.measured + RATE * share
+
+
 def first(of: Case) -> MeanJacobian:
     return MeanJacobian.empty("features", FEATURES, of.space)
+
+
+def wide(of: Case) -> MeanJacobian:
+    """As at a site of too many dimensions for normal equations."""
+    none = first(of)
+    return replace(none, gram=none.gram[:0, :0], moment=none.moment[:0])
 
 
 @KINDS
@@ -92,7 +125,7 @@ def test_two_steps_against_dense_matrices(masked: bool, predicted: bool) -> None
     """The second from the mean, the rows and the share of the first."""
     of = case(masked, predicted)
     assert of.measurements.features is not None
-    before = first(of)
+    before = wide(of)
     assert before.common == pytest.approx(1 - OWN)
     for _ in range(2):
         after = before.updated(of.measurements, of.measurements.features)
@@ -108,12 +141,58 @@ def test_two_steps_against_dense_matrices(masked: bool, predicted: bool) -> None
         before = after
 
 
+@KINDS
+@PREDICTED
+def test_two_steps_against_normal_equations(masked: bool, predicted: bool) -> None:
+    """Sums over all rows of both steps; no row is kept."""
+    of = case(masked, predicted)
+    assert of.measurements.features is not None
+    before = first(of)
+    assert before.gram.shape == (16, 16)
+    for _ in range(2):
+        after = before.updated(of.measurements, of.measurements.features)
+        values, gram, moment = by_normal_equations(of, before)
+        torch.testing.assert_close(after.gram, gram)
+        torch.testing.assert_close(after.moment, moment)
+        torch.testing.assert_close(after.values, values, rtol=1e-7, atol=1e-9)
+        assert after.measured == pytest.approx(own_share(of))
+        assert not len(after.z)
+        before = after
+
+
+@pytest.mark.parametrize("kept", [None, 0.3, 0.99])
+def test_normal_equations_where_no_direction_is_shared(kept: float | None) -> None:
+    """All draws are isotropic: the share is assumed, or half of what M leaves if that is less."""
+    of = case(iso=(7, 5, 6, 8))
+    assert of.measurements.features is not None
+    before = replace(first(of), measured=kept)
+    for _ in range(2):
+        after = before.updated(of.measurements, of.measurements.features)
+        assert after.measured == kept
+        values, _, _ = by_normal_equations(of, before)
+        torch.testing.assert_close(after.values, values, rtol=1e-7, atol=1e-9)
+        before = after
+
+
+def test_the_basis_of_the_prior_may_be_given() -> None:
+    """Its energies weigh the rows and the prior."""
+    of = case()
+    assert of.measurements.features is not None
+    other = replace(of.known, energy=of.known.energy.flip(0))
+    features = of.measurements.features
+    after = first(of).updated(of.measurements, features, known=other)
+    # The measured directions stay those of the measurements.
+    values, _, _ = by_normal_equations(replace(of, known=other), first(of))
+    torch.testing.assert_close(after.values, values, rtol=1e-7, atol=1e-9)
+    assert float((after.values - first(of).updated(of.measurements, features).values).norm()) > 0.01
+
+
 def test_the_share_of_points_is_a_running_average() -> None:
     of = case()
     assert of.measurements.features is not None
     share = own_share(of)
     assert share is not None
-    old = replace(first(of), measured=0.7)
+    old = replace(wide(of), measured=0.7)
     after = old.updated(of.measurements, of.measurements.features)
     assert after.measured == pytest.approx((1 - RATE) * 0.7 + RATE * share)
     torch.testing.assert_close(after.values, updated(of, old), rtol=1e-7, atol=1e-9)
@@ -124,15 +203,16 @@ def test_where_no_direction_is_shared_the_share_is_assumed(kept: float | None) -
     """All draws are isotropic."""
     of = case(iso=(7, 5, 6, 8))
     assert of.measurements.features is not None
-    before = replace(first(of), measured=kept)
+    before = replace(wide(of), measured=kept)
     after = before.updated(of.measurements, of.measurements.features)
     assert after.measured == kept
     torch.testing.assert_close(after.values, updated(of, before), rtol=1e-7, atol=1e-9)
 
 
-def test_points_that_agree_have_nothing_of_their_own() -> None:
+@pytest.mark.parametrize("iso", [(3, 2, 4, 3), (7, 5, 6, 8)])
+def test_points_that_agree_have_nothing_of_their_own(iso: tuple[int, ...]) -> None:
     """The noise has a lower bound, and one step finds the Jacobian where it looked."""
-    of = case()
+    of = case(iso=iso)
     assert of.measurements.features is not None
     common = of.jacobians[:1].expand(SIZE, -1, -1)
     features = replace(
@@ -146,7 +226,14 @@ def test_points_that_agree_have_nothing_of_their_own() -> None:
             ]
         ),
     )
-    after = first(of).updated(of.measurements, features)
+    if iso == (7, 5, 6, 8):  # nobody measured the same direction; enough rows for both ways
+        after = first(of)
+        for _ in range(30):
+            after = after.updated(of.measurements, features)
+        assert after.measured is None
+        assert float((after.values - common[0]).norm() / common[0].norm()) < 0.01
+        return
+    after = wide(of).updated(of.measurements, features)
     assert after.measured == pytest.approx(0, abs=1e-12)
     for _ in range(30):
         after = after.updated(of.measurements, features)
@@ -157,7 +244,7 @@ def test_old_rows_make_room_and_are_forgotten() -> None:
     of = case()
     assert of.measurements.features is not None
     before = replace(
-        first(of),
+        wide(of),
         z=torch.ones(3, 16).double(),
         y=torch.ones(3, FEATURES).double(),
         count=torch.tensor([1.0, LEAST / AGE * 1.01, LEAST / AGE * 0.99]).double(),
@@ -190,12 +277,14 @@ def test_all_points_have_rows_as_many_as_there_is_room_for(size: int, each: int)
     view = replace(of.view, roots=torch.ones(1, FEATURES).double())
     step = design.measurements(points, values, (outputs, view))
     assert step.features is not None
-    rows, isotropic, _ = mean_jacobian._rows(step, step.features, Replicas(size))
+    replicas = Replicas(size)
+    shared = mean_jacobian._Directions.of(step, step.features, replicas)
+    rows, isotropic = mean_jacobian._rows(step, step.features, shared, replicas)
     z, y, count = rows
     assert len(z) == len(y) == len(count) == isotropic == min(size * each, 1024)
     kept = values.view(size, 3)[:, :each].flatten()[:1024]
     assert torch.equal(y[:, 0].sort().values, kept)
-    assert len(first(of).updated(step, step.features).z) == min(size * each, 1024)
+    assert len(wide(of).updated(step, step.features).z) == min(size * each, 1024)
 
 
 def test_a_state_of_other_features_is_dropped() -> None:

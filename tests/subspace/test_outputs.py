@@ -177,16 +177,23 @@ def test_a_wide_site_keeps_few_rows() -> None:
     assert kept["z"].numel() <= max(1 << 21, 2 * size)
 
 
-def test_old_rows_are_dropped() -> None:
-    """One point and two queries: a thousand steps are no thousand rows, and nothing underflows."""
-    model, x, y = problem(size=40, classes=2)
+@pytest.mark.parametrize("size", [7, 2049])
+def test_what_is_kept_is_bounded(size: int) -> None:
+    """One point and two queries: a hundred steps are no hundred rows, and nothing underflows."""
+    model, x, y = problem(size=8, classes=2)
+    model.target = nn.Linear(5, size).double()
+    model.reads = nn.Parameter(torch.randn(size, 2).double() / size**0.5, requires_grad=False)
     fg = engine(model, 2)
-    for _ in range(120):
+    for _ in range(80 if size < 2048 else 40):
         found = step(fg, x[:2], y[:2])
     assert bool(found.isfinite().all())
     kept = fg.memory["site"]["mean_jacobian"]
-    assert len(kept["z"]) < 200
-    assert float(kept["count"].min()) > 1e-3
+    if size > 2048:
+        assert 0 < len(kept["z"]) < 125
+        assert float(kept["count"].min()) > 1e-3
+    else:
+        assert len(kept["z"]) == 0
+        assert kept["gram"].shape == (size, size)
 
 
 def test_other_classes_start_again() -> None:

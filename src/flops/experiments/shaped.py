@@ -2,6 +2,7 @@
 
 - `main`: fine-tuning the bundled ViT with shaped noise, cosine of each third of the network; and
   the same from losses alone.
+- `allocators`: the same with 8 queries and other allocators.
 - `cost`: forward equivalents to come within a point of backpropagation, by queries.
 - `defaults`: a new user's `ForwardGradient(model, loss_fn)` after five epochs.
 - `problems`: shaped against isotropic noise on five other problems.
@@ -28,6 +29,7 @@ from flops.experiments.cells import Cell, Result, run_cells
 from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
 from flops.experiments.shaped_tables import (
     accuracy_sheet,
+    allocators_sheet,
     best_rates,
     cost_sheet,
     defaults_sheet,
@@ -46,13 +48,18 @@ from flops.storage.files import atomic_write
 from flops.training.device import find_device
 from flops.training.methods import MethodName
 
-Part = Literal["main", "cost", "defaults", "problems", "accuracy", "grid", "text"]
+Part = Literal["main", "allocators", "cost", "defaults", "problems", "accuracy", "grid", "text"]
 PARTS: tuple[Part, ...] = tuple(p for p in get_args(Part) if p != "text")  # which needs a download
 Key = TypeVar("Key")
 
 RATES = (3e-4, 1e-3, 3e-3)
 SWEEP_SEED = 100  # never among the reported seeds
 MAIN = ((20, 5, 50), (8, 8, 50))
+ALLOCATORS = {
+    "Gaussian, standardised losses": "gaussian",
+    "Gaussian, tanh of losses": "tanh",
+    "Neyman": "neyman",
+}
 COST: dict[str, dict[str, Any]] = {
     "backpropagation": {"method": "backpropagation", "epochs": 6},
     "automatic": {"method": "default", "epochs": 12},
@@ -154,6 +161,19 @@ def _main(study: ShapedStudy) -> list[Sheet]:
     return [main_sheet(found)]
 
 
+def _allocators(study: ShapedStudy) -> list[Sheet]:
+    queries, epochs, start = study.lengths[-1]
+    settings = {
+        name: [
+            TrainingRun(queries=queries, epochs=epochs, allocator=kind, most=study.most, seed=seed)
+            for seed in range(study.seeds)
+        ]
+        for name, kind in ALLOCATORS.items()
+    }
+    found = study.run("main", train, settings)  # whose cells are those of one allocator
+    return [allocators_sheet(found, queries, start if study.most is None else 0)]
+
+
 def _runs(study: ShapedStudy, rows: Mapping[str, Any], **common: Any) -> dict[str, list[Any]]:
     """Settings of each row, per seed."""
     common |= {"every": 0, "most": study.most}
@@ -251,6 +271,7 @@ def _grid(study: ShapedStudy) -> list[Sheet]:
 
 _RUN: dict[Part, Callable[[ShapedStudy], list[Sheet]]] = {
     "main": _main,
+    "allocators": _allocators,
     "cost": _cost,
     "defaults": _defaults,
     "problems": _problems,

@@ -44,6 +44,24 @@ def main_sheet(found: Mapping[tuple[int, int, bool], Sequence[Result]]) -> Sheet
     )
 
 
+def allocators_sheet(found: Mapping[str, Sequence[Result]], queries: int, start: int) -> Sheet:
+    """Cosines of each third by allocator, and the difference to the first one, paired by seed."""
+    lines, reference = [], next(iter(found.values()))
+    for name, results in found.items():
+        seeds = [statistics.fmean(mean_cosines(result, start)) for result in results]
+        first = [statistics.fmean(mean_cosines(result, start)) for result in reference]
+        change = [a - b for a, b in zip(seeds, first, strict=True)]
+        difference = "" if results is reference else interval(change).shown(sign=True)
+        lines.append([name, *(i.shown() for i in _by_third(results, start)), difference])
+    return Sheet(
+        f"Cosine by allocator, {queries} queries",
+        ["", *THIRDS, "mean, over the first"],
+        lines,
+        f"Mean over the steps from {start} on and the seeds, with 95 % intervals over seeds; "
+        "differences are paired by seed.",
+    )
+
+
 def cost_sheet(found: Mapping[str, Sequence[Result]]) -> Sheet:
     """Forward equivalents to come within a point of backpropagation, over those of its epochs."""
     reference = found["backpropagation"]

@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flops import presets
-from flops.allocators import Allocator, Equal, Gaussian
+from flops.allocators import Allocator, Equal, Gaussian, Neyman
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.report import StepReport
@@ -34,7 +35,12 @@ from flops.tasks.models.vit import bundled_vit
 from flops.training.device import find_device
 
 THIRDS = ("first third", "middle third", "last third")
-ALLOCATORS: dict[str, type[Allocator]] = {"gaussian": Gaussian, "equal": Equal}
+ALLOCATORS: dict[str, Callable[[], Allocator]] = {
+    "gaussian": lambda: Gaussian("standardised"),  # that of the defaults
+    "tanh": Gaussian,
+    "neyman": Neyman,
+    "equal": Equal,
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class TrainingRun:
         epochs: Epochs.
         batch: Batch size.
         learning_rate: Learning rate of Adam.
-        allocator: Allocator of all groups.
+        allocator: Allocator of all groups: "gaussian" (of standardised losses, as by default),
+            "tanh" (the paper's Gaussian), "neyman" or "equal".
         explore: Share of isotropic queries; None to adapt it.
         unbiased: The unbiased option of shaped noise.
         outputs: Whether shaped noise learns from the outputs, or from losses alone.

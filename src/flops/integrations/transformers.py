@@ -183,7 +183,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
             )
         # Losses that are not those of a few classes are where tanh saturates.
         few = isinstance(self.loss, Classification | LabelWords)
-        feature: Feature = "tanh" if few else "standardised"
+        feature: Feature | None = None if few else "standardised"
         return engine(model, self.loss, self.method, seed=seed, chunk=self._chunk, feature=feature)
 
     @property

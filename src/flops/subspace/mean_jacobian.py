@@ -6,33 +6,40 @@ predicts the gradient before the first query. In a language model that is asked 
 most of J is common to all points in the later layers, and the prediction needs only its length.
 
 Along a row z of noise, the features of a point's outputs have the derivative J z = M z + (J - M) z.
-All rows of a step, and of the last steps as far as there is room, form one system, with the learned
-covariance Lambda as prior of the error of M and the deviations of points as noise:
+The second part is noise, of variance own * z^T Lambda z if points have a share ``own`` of their
+energy for themselves and Lambda is the learned covariance, which is also the prior of M. At a site
+of up to 2,048 dimensions all rows of all steps, weighted by age, form normal equations:
+
+    (Z^T W Z + own / (1 - own) Lambda^-1) M^T = Z^T W Y,  W = diag(1 / z^T Lambda z)
+
+At a wider one only the latest rows are kept, as a system in the rows, with Lambda as prior of the
+error of M. Its ratio of noise to prior is the energy of the deviations over that of the error:
 
     M += Lambda Z^T (Z Lambda Z^T + N)^-1 (Y - Z M^T)
 
-N is proportional to the diagonal. Its factor is the energy of the deviations over that of the error
-of M: the share of energy that points do not have in common is seen where several of them measured
-the same direction, and the rest of the residuals of isotropic rows is the error of M.
+``own`` is seen where several points measured the same direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flops.passes.ranks import Replicas
-from flops.subspace.basis import Space
+from flops.subspace.basis import Basis, Space
 from flops.subspace.measurements import Features, Measurements
 
 ROWS, WORK, ROOM = 1024, 1_000_000_000, 1 << 21  # rows of a system; their products; their values
 AGE = 0.8  # weight of a row of the step before
 OWN, RATE = 0.1, 0.2  # assumed share of energy that points do not have in common, and its update
 LEAST, MOST = 1e-3, 1e3  # noise over prior variance
+DENSE = 2048  # dimensions up to which normal equations are kept
+FLAT = 0.1  # share of their prior that is flat: M is to be right anywhere
+MOST_OWN = 0.95  # largest share of energy that points do not have in common, in their prior
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class MeanJacobian:
         z: Latest rows of noise, the newest first, shape (rows, dimensions).
         y: Their derivatives of the features, shape (rows, p).
         count: Points of each row, less by age, shape (rows,).
+        gram: Z^T W Z of all rows, less by age, (dimensions, dimensions); empty at a wide site,
+            where the latest rows are kept instead.
+        moment: Z^T W Y likewise, shape (dimensions, p).
     """
 
     name: Any
@@ -54,12 +64,17 @@ class MeanJacobian:
     z: Tensor
     y: Tensor
     count: Tensor
+    gram: Tensor
+    moment: Tensor
 
     @classmethod
     def empty(cls, name: Any, features: int, space: Space) -> MeanJacobian:
         """Without data."""
         values = torch.zeros(features, space.dimensions, dtype=space.dtype, device=space.device)
-        return cls(name, values, None, values[:0], values.new_zeros(0, features), values[:0, 0])
+        z, y = (values.new_zeros(0, n) for n in (space.dimensions, features))
+        size = space.dimensions if space.dimensions <= DENSE else 0
+        gram, moment = (values.new_zeros(size, n) for n in (size, features))
+        return cls(name, values, None, z, y, values.new_zeros(0), gram, moment)
 
     @classmethod
     def from_memory(
@@ -68,9 +83,10 @@ class MeanJacobian:
         """Restore from `vars`; empty if the features or the space are others now."""
         if kept is None or kept["name"] != name:
             return cls.empty(name, features, space)
-        if kept["values"].shape != (features, space.dimensions):
+        if kept["values"].shape != (features, space.dimensions) or "gram" not in kept:
             return cls.empty(name, features, space)
-        parts = {n: kept[n].to(space.device, space.dtype) for n in ("values", "z", "y", "count")}
+        names = ("values", "z", "y", "count", "gram", "moment")
+        parts = {n: kept[n].to(space.device, space.dtype) for n in names}
         return cls(name, measured=kept["measured"], **parts)
 
     @property
@@ -79,28 +95,96 @@ class MeanJacobian:
         return 1 - (OWN if self.measured is None else self.measured)
 
     def updated(
-        self, measurements: Measurements, features: Features, replicas: Replicas | None = None
+        self,
+        measurements: Measurements,
+        features: Features,
+        replicas: Replicas | None = None,
+        known: Basis | None = None,
     ) -> MeanJacobian:
-        """After a step, from the rows of all replicas."""
-        known, mean = measurements.known, self.values
+        """After a step, from the rows of all replicas.
+
+        Args:
+            measurements: Its measurements.
+            features: Their derivatives of the features.
+            replicas: Ranks with other points; None for none.
+            known: Basis of the prior; None for that of the measurements.
+        """
         replicas = replicas or Replicas(len(measurements.iso))
-        new, isotropic, measured = _rows(measurements, features, replicas)
-        if not len(new[0]):
+        shared = _Directions.of(measurements, features, replicas)
+        if not shared.rows:
             return self
-        most = _room(measurements.space)
-        young = AGE * self.count > LEAST  # the others say nothing any more
-        old = (self.z[young], self.y[young], AGE * self.count[young])
-        kept = tuple(torch.cat([a, b])[:most] for a, b in zip(new, old, strict=True))
-        z, y, count = kept
+        measured = shared.own_share()
         if measured is None or self.measured is None:
             measured = self.measured if measured is None else measured
         else:
             measured = (1 - RATE) * self.measured + RATE * measured
+        known = known or measurements.known
+        after = replace(self, measured=measured)
+        if len(self.gram):
+            return after._from_all(measurements, features, shared, replicas, known)
+        return after._from_latest(measurements, features, shared, replicas, known)
+
+    def _from_all(
+        self,
+        measurements: Measurements,
+        features: Features,
+        shared: _Directions,
+        replicas: Replicas,
+        known: Basis,
+    ) -> MeanJacobian:
+        """By the normal equations of all rows so far."""
+        prior = _mixed(known, FLAT)
+        gram, moment = torch.zeros_like(self.gram), torch.zeros_like(self.moment)
+        energy = gram.new_zeros(2)  # of isotropic rows, and what M leaves of it
+
+        def add(z: Tensor, y: Tensor, count: Tensor | float = 1.0) -> None:
+            weighted = z * (count / _variance(prior, z)).unsqueeze(1)
+            gram.add_(z.T @ weighted)
+            moment.add_(weighted.T @ y.to(z))
+
+        used = torch.nonzero(shared.often > 0).flatten()
+        if len(used) and replicas.rank == 0:  # replicas know these together
+            add(*shared.of_measured(measurements.known, used))
+        if shared.predicted[replicas.rank]:
+            add(*_predicted(measurements, features))
+        for z, y in _isotropic(measurements, features):
+            add(z, y)
+            left = y - z @ self.values.T
+            energy += torch.stack([y.square().sum(), left.square().sum()])
+        gram, moment, energy = replicas.sum([gram, moment, energy])
+        gram, moment = AGE * self.gram + gram, AGE * self.moment + moment
+        own = self.measured
+        if own is None:  # at most half of what M left
+            own = min(OWN, float(energy[1] / energy[0].clamp(min=1e-30)) / 2)
+        own = min(MOST_OWN, max(LEAST, own))
+        ratio = own / (1 - own)
+        rows = prior.rows(torch.arange(prior.size)).to(gram)
+        inverse = (rows.T * (1 / prior.energy - 1 / prior.rest)) @ rows
+        system = (gram + ratio * inverse).double()
+        system.diagonal().add_(ratio / prior.rest)
+        found = torch.cholesky_solve(moment.double(), torch.linalg.cholesky(system)).to(gram)
+        return replace(self, values=found.T.contiguous(), gram=gram, moment=moment)
+
+    def _from_latest(
+        self,
+        measurements: Measurements,
+        features: Features,
+        shared: _Directions,
+        replicas: Replicas,
+        known: Basis,
+    ) -> MeanJacobian:
+        """By the latest rows, as far as there is room."""
+        mean, measured = self.values, self.measured
+        new, isotropic = _rows(measurements, features, shared, replicas)
+        most = _room(measurements.space)
+        young = AGE * self.count > LEAST  # the others say nothing any more
+        old = (self.z[young], self.y[young], AGE * self.count[young])
+        z, y, count = (torch.cat([a, b])[:most] for a, b in zip(new, old, strict=True))
         residual = y - z @ mean.T
         # Half of the prior is flat: the first directions are wrong, and M is to be right anywhere.
-        e, flat = known.coordinates(z), 1 / z.size(1)
-        energy, rest = (known.energy + flat) / 2, (known.rest + flat) / 2
-        kernel = (e * (energy - rest)) @ e.T + rest * (z @ z.T)
+        prior = _mixed(known, 0.5)
+        e = prior.coordinates(z)
+        kernel = (e * (prior.energy - prior.rest)) @ e.T + prior.rest * (z @ z.T)
         first = slice(len(new[0]) - isotropic, len(new[0]))
         whole, left = (float(x[first].double().square().sum()) for x in (y, residual))
         own = min(OWN * whole, left / 2) if measured is None else measured * whole
@@ -109,8 +193,22 @@ class MeanJacobian:
         noise = min(MOST, max(LEAST, ridge)) * diagonal / count
         system = (kernel + torch.diag(noise)).double()
         alpha = torch.cholesky_solve(residual.double(), torch.linalg.cholesky(system)).to(z)
-        moved = known.lift((alpha.T @ e) * (energy - rest)) + rest * (alpha.T @ z)
-        return MeanJacobian(self.name, mean + moved, measured, *kept)
+        weights = (alpha.T @ e) * (prior.energy - prior.rest)
+        moved = prior.lift(weights) + prior.rest * (alpha.T @ z)
+        return replace(self, values=mean + moved, z=z, y=y, count=count)
+
+
+def _mixed(known: Basis, flat: float) -> Basis:
+    """The basis with this share of its energy spread over all directions."""
+    each, kept = flat / known.dimensions, 1 - flat
+    return replace(known, energy=kept * known.energy + each, rest=kept * known.rest + each)
+
+
+def _variance(prior: Basis, z: Tensor) -> Tensor:
+    """z^T Lambda z of each row, above 0, shape (rows,)."""
+    e = prior.coordinates(z)
+    found = e.square() @ (prior.energy - prior.rest).to(z) + prior.rest * z.square().sum(1)
+    return found.clamp(min=1e-30)  # rows of padding are 0
 
 
 @dataclass(frozen=True)
@@ -132,15 +230,24 @@ class _Directions:
     predicted: list[int]
 
     @classmethod
-    def of(
-        cls, measurements: Measurements, features: Features, replicas: Replicas, predicted: int
-    ) -> _Directions:
+    def of(cls, measurements: Measurements, features: Features, replicas: Replicas) -> _Directions:
         """Sums over all points."""
         measured = measurements.measured
         c, live = features.c * measured.unsqueeze(2), int((measurements.iso > 0).sum())
         mine = [measured.sum(0).to(c), c.sum(0), c.square().sum(0), c.new_ones(1) * live]
         often, sums, squares, points = replicas.sum(mine)
+        predicted = len(_predicted(measurements, features)[0])
         return cls(often, sums, squares, int(points), _counted(predicted, replicas))
+
+    @property
+    def rows(self) -> int:
+        """Measured directions, predicted ones, and points with isotropic draws."""
+        return int((self.often > 0).sum()) + sum(self.predicted) + self.live
+
+    def of_measured(self, known: Basis, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """These directions, mean derivatives and numbers of points."""
+        often = self.often[used]
+        return known.rows(used).to(often), self.sums[used] / often.unsqueeze(1), often
 
     def own_share(self) -> float | None:
         """Share of energy that points do not have in common; None if no direction was shared."""
@@ -157,49 +264,50 @@ def _room(space: Space) -> int:
     return max(2, min(ROWS, int((WORK / size) ** 0.5), ROOM // size))
 
 
+def _predicted(measurements: Measurements, features: Features) -> tuple[Tensor, Tensor]:
+    """Predicted directions that were measured, and their derivatives of the features."""
+    u = measurements.predicted
+    if u is None:
+        return measurements.w.new_zeros(0, measurements.space.dimensions), features.a[:0]
+    there = torch.nonzero(u.square().sum(1) > 0).flatten()
+    return u[there], features.a[there]
+
+
+def _isotropic(
+    measurements: Measurements, features: Features, each: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Isotropic rows, at most ``each`` per point, and their derivatives of the features."""
+    mask = measurements.space.mask
+    for points, real, whole in measurements.blocks():
+        n = real.size(1) if each is None else min(each, real.size(1))
+        seen = whole[:, :n] if mask is None else whole[:, :n] * mask[points].unsqueeze(1)
+        keep = real[:, :n]
+        yield seen[keep], features.w[points, :n][keep]
+
+
 def _rows(
-    measurements: Measurements, features: Features, replicas: Replicas
-) -> tuple[tuple[Tensor, Tensor, Tensor], int, float | None]:
+    measurements: Measurements, features: Features, shared: _Directions, replicas: Replicas
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Noise, derivatives of the features and number of points of each row, on all replicas.
 
     Points that measured the same direction share a row. Also how many of the last rows are
-    isotropic, and the share of energy that points do not have in common.
+    isotropic.
     """
-    space, known, u = measurements.space, measurements.known, measurements.predicted
-    none = measurements.w.new_zeros(0, space.dimensions)
-    there = torch.zeros(0, dtype=torch.long, device=space.device)
-    if u is not None:
-        there = torch.nonzero(u.square().sum(1) > 0).flatten()
-    shared = _Directions.of(measurements, features, replicas, len(there))
-    half = _room(space) // 2  # at most: isotropic rows look everywhere
+    most = _room(measurements.space)
+    half = most // 2  # at most: isotropic rows look everywhere
     used = torch.nonzero(shared.often > 0).flatten()[:half]
-    often = shared.often[used].to(space.dtype)
-    zs, ys, counts = [none], [none.new_zeros(0, features.w.size(2))], [none[:, 0]]
-    if len(used):
-        zs.append(known.rows(used).to(space.dtype))
-        ys.append(shared.sums[used] / often.unsqueeze(1))
-        counts.append(often)
-    own = (none, features.a[:0]) if u is None else (u[there], features.a[there])
+    measured = shared.of_measured(measurements.known, used)
+    own = _predicted(measurements, features)
     predicted = _gathered(own, half - len(used), shared.predicted, replicas)
-    zs, ys = [*zs, predicted[0]], [*ys, predicted[1]]
-    fixed = sum(map(len, zs))
-    room = _room(space) - fixed
+    room = most - len(used) - len(predicted[0])
     each = max(1, room // max(1, shared.live))
-    own_z, own_y = [none], [features.w[0, :0]]
-    for points, real, whole in measurements.blocks():
-        n = min(each, real.size(1))
-        seen = (
-            whole[:, :n] if space.mask is None else whole[:, :n] * space.mask[points].unsqueeze(1)
-        )
-        keep = real[:, :n]
-        own_z.append(seen[keep])
-        own_y.append(features.w[points, :n][keep])
-    isotropic = (torch.cat(own_z), torch.cat(own_y))
-    sizes = _counted(len(isotropic[0]), replicas)
-    isotropic = _gathered(isotropic, room, sizes, replicas)
-    z, y = torch.cat([*zs, isotropic[0]]), torch.cat([*ys, isotropic[1]])
-    ones = none.new_ones(len(predicted[0]) + len(isotropic[0]))
-    return (z, y, torch.cat([*counts, ones])), len(isotropic[0]), shared.own_share()
+    none = (own[0][:0], features.w[0, :0])
+    parts = zip(none, *_isotropic(measurements, features, each), strict=True)
+    z, y = (torch.cat(part) for part in parts)
+    isotropic = _gathered((z, y), room, _counted(len(z), replicas), replicas)
+    z, y = (torch.cat(parts) for parts in zip(measured[:2], predicted, isotropic, strict=True))
+    count = torch.cat([measured[2], z.new_ones(len(z) - len(used))])
+    return (z, y, count), len(isotropic[0])
 
 
 def _counted(rows: int, replicas: Replicas) -> list[int]:

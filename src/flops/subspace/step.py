@@ -40,7 +40,8 @@ TUNE = 4  # steps between searches for a better ridge
 AVERAGE = 0.9  # decay of running averages
 DOUBT = 2.5  # times the least reliability: below, the batch's gradient must be above its noise
 RECENT = 0.8  # decay of the reliability, which rises fast in the first steps
-KEEP = 0.98  # decay of the second moments per step
+KEEP = 0.98  # decay of the second moments: per step, or with outputs per `POINTS` points
+POINTS, LEAST_KEEP = 12, 0.85  # and its lower bound for a step
 SEEING, BLIND = 1, 4  # isotropic steps before the first directions, with and without outputs
 LARGEST = 64  # queries per point that are looked ahead
 FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
@@ -58,9 +59,11 @@ def exploration(shaping: Shaping, explained: float) -> float:
 
 
 def decay(
-    shaping: Shaping, now: float, spread: float, running: float, best: float
+    shaping: Shaping, now: float, spread: float, running: float, best: float, points: int = 0
 ) -> tuple[float, float]:
     """Decay of the moments, and the best explained variance from now on.
+
+    Points whose outputs were seen teach so much that large batches need a short memory only.
 
     Lower when the explained variance drops beyond its sampling error, because the task has changed.
     Also lower at a new best: the noise of a step's outer products decreases with the unexplained
@@ -72,12 +75,14 @@ def decay(
         spread: Its standard error.
         running: Its running average, this step included.
         best: The best running average so far.
+        points: Points of the step, if their outputs were seen.
     """
     if shaping.decay is not None:
         return shaping.decay, best
     doubt = min(1.0, max(0.0, now + 4 * spread) / (FALL * best)) if best > 0 else 1.0
     progress = min(1.0, max(1e-6, 1 - running) / max(1e-6, 1 - best))
-    return KEEP * doubt * progress**2, max(best, running) if doubt == 1 else running
+    keep = min(KEEP, max(LEAST_KEEP, KEEP ** (points / POINTS)))
+    return keep * doubt * progress**2, max(best, running) if doubt == 1 else running
 
 
 class ShapedStep:
@@ -211,7 +216,8 @@ class ShapedStep:
         if not warm:
             after = _running(explained, now) if explained else now
             best = float(memory.get("best", 0.0))
-            keep, memory["best"] = decay(shaping, now, spread, after, best)
+            size = 0 if features is None else replicas.total
+            keep, memory["best"] = decay(shaping, now, spread, after, best, size)
         if whole > 0:  # else there is nothing to learn from
             with full_precision(space.device):
                 moments = learn(
@@ -222,7 +228,9 @@ class ShapedStep:
             memory["sees_outputs"] = outputs is not None
             if features is not None and self._mean is not None:
                 with full_precision(space.device):
-                    self._mean = self._mean.updated(measurements, features, replicas)
+                    # The first directions are the best prior of a step that had none.
+                    known = leading(space.grids, moments, 0) if warm else None
+                    self._mean = self._mean.updated(measurements, features, replicas, known)
                 memory["mean_jacobian"] = dict(vars(self._mean))
         eta = 1.0
         if warm and (outputs is None or not whole > 0 or shaping.unbiased):

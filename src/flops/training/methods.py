@@ -171,7 +171,7 @@ def engine(
     seed: int = 0,
     chunk: int | None = None,
     groups: Sequence[Group] | None = None,
-    feature: Feature = "tanh",
+    feature: Feature | None = None,
     embedding: nn.Module | str | None = None,
 ) -> ForwardGradient:
     """The engine of a method.
@@ -183,10 +183,13 @@ def engine(
         seed: Seed of the noise.
         chunk: Largest number of rows per pass.
         groups: Groups to perturb; None for those of a model with a stack of layers.
-        feature: Feature of the losses for learned allocators.
+        feature: Feature of the losses for learned allocators; None for the paper's, or with shaped
+            noise that of `ForwardGradient`.
         embedding: Module whose output measures the similarity of points; None to choose one.
     """
     learned = method.name in ("ops-spsa", "ops-lr", "shaped-lr")
+    if feature is None:
+        feature = "standardised" if method.name == "shaped-lr" else "tanh"
     allocator: Allocator = Gaussian(feature) if learned else Equal()
     groups = method_groups(model, method) if groups is None else groups
     return ForwardGradient(
