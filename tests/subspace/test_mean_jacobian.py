@@ -174,6 +174,23 @@ def test_normal_equations_where_no_direction_is_shared(kept: float | None) -> No
         before = after
 
 
+def test_few_rows_last_longer_than_many() -> None:
+    """.8 of the sums of before count, if there is a row per dimension; else more."""
+    of = case()
+    for each in (1, 2, 5):
+        draws = torch.full((SIZE,), each)
+        design = Design(of.space, of.known, draws, draws)
+        points = torch.arange(SIZE).repeat_interleave(each)
+        values = torch.zeros(len(points)).double()
+        outputs = values.unsqueeze(1).expand(-1, FEATURES)
+        step = design.measurements(points, values, (outputs, of.view))
+        assert step.features is not None
+        before = replace(first(of), moment=torch.ones(16, FEATURES).double())
+        after = before.updated(step, step.features)
+        age = AGE ** min(1.0, 4 * each / 16)
+        torch.testing.assert_close(after.moment, age * before.moment)
+
+
 def test_the_basis_of_the_prior_may_be_given() -> None:
     """Its energies weigh the rows and the prior."""
     of = case()

@@ -8,7 +8,8 @@ most of J is common to all points in the later layers, and the prediction needs 
 Along a row z of noise, the features of a point's outputs have the derivative J z = M z + (J - M) z.
 The second part is noise, of variance own * z^T Lambda z if points have a share ``own`` of their
 energy for themselves and Lambda is the learned covariance, which is also the prior of M. At a site
-of up to 2,048 dimensions all rows of all steps, weighted by age, form normal equations:
+of up to 2,048 dimensions all rows of all steps, weighted by age so that about five rows per
+dimension count, form normal equations:
 
     (Z^T W Z + own / (1 - own) Lambda^-1) M^T = Z^T W Y,  W = diag(1 / z^T Lambda z)
 
@@ -34,7 +35,7 @@ from flops.subspace.basis import Basis, Space
 from flops.subspace.measurements import Features, Measurements
 
 ROWS, WORK, ROOM = 1024, 1_000_000_000, 1 << 21  # rows of a system; their products; their values
-AGE = 0.8  # weight of a row of the step before
+AGE = 0.8  # weight of a row of the step before, if that had a row per dimension
 OWN, RATE = 0.1, 0.2  # assumed share of energy that points do not have in common, and its update
 LEAST, MOST = 1e-3, 1e3  # noise over prior variance
 DENSE = 2048  # dimensions up to which normal equations are kept
@@ -136,11 +137,13 @@ class MeanJacobian:
         prior = _mixed(known, FLAT)
         gram, moment = torch.zeros_like(self.gram), torch.zeros_like(self.moment)
         energy = gram.new_zeros(2)  # of isotropic rows, and what M leaves of it
+        size = gram.new_zeros(())
 
         def add(z: Tensor, y: Tensor, count: Tensor | float = 1.0) -> None:
             weighted = z * (count / _variance(prior, z)).unsqueeze(1)
             gram.add_(z.T @ weighted)
             moment.add_(weighted.T @ y.to(z))
+            size.add_(len(z))
 
         used = torch.nonzero(shared.often > 0).flatten()
         if len(used) and replicas.rank == 0:  # replicas know these together
@@ -151,8 +154,9 @@ class MeanJacobian:
             add(z, y)
             left = y - z @ self.values.T
             energy += torch.stack([y.square().sum(), left.square().sum()])
-        gram, moment, energy = replicas.sum([gram, moment, energy])
-        gram, moment = AGE * self.gram + gram, AGE * self.moment + moment
+        gram, moment, energy, size = replicas.sum([gram, moment, energy, size])
+        age = AGE ** min(1.0, float(size) / len(gram))  # few rows have to last longer
+        gram, moment = age * self.gram + gram, age * self.moment + moment
         own = self.measured
         if own is None:  # at most half of what M left
             own = min(OWN, float(energy[1] / energy[0].clamp(min=1e-30)) / 2)
