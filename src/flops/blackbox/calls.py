@@ -6,7 +6,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from dataclasses import dataclass, field
 
-from flops.blackbox.journal import Response
+from flops.blackbox.journal_records import Response
 from flops.blackbox.objective import Candidates
 from flops.blackbox.open_round import Call
 from flops.blackbox.requests import AnyObjective, evaluate_rows

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from flops.blackbox.calls import CallsInFlight
 from flops.blackbox.failures import FailureMeter, OnFailure
-from flops.blackbox.journal import Journal, Request, Response, Round
+from flops.blackbox.journal import Journal
 from flops.blackbox.journal_file import JournalError
+from flops.blackbox.journal_records import Request, Response, Round
 from flops.blackbox.objective import Candidates, checked
 from flops.blackbox.open_round import Call, OpenRound, mismatch
 from flops.blackbox.requests import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flops.blackbox.journal import Request, Response, Round, Signature
+from flops.blackbox.journal_records import Request, Response, Round, Signature
 from flops.blackbox.objective import Candidates
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from flops.blackbox.journal import Request, Response
 from flops.blackbox.journal_file import JournalError
+from flops.blackbox.journal_records import Request, Response
 from flops.blackbox.objective import Candidates, Objective, columns_of
 
 P = ParamSpec("P")

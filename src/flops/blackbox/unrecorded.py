@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flops.blackbox.journal import Journal, Round
+from flops.blackbox.journal import Journal
 from flops.blackbox.journal_file import warn
+from flops.blackbox.journal_records import Round
 
 
 class Unrecorded(Journal):

@@ -65,19 +65,22 @@ class JointChange:
 
 
 def joint_changes(changes: Sequence[OwnChange], replicas: Replicas) -> list[JointChange]:
-    """The sums of the replicas' changes; one message for all short axes, by their triangles."""
+    """The sums of the replicas' changes; one message for all short axes."""
     own = [change.dense() for change in changes]
-    short = [matrix for matrix in own if matrix is not None]
-    places = [torch.triu_indices(len(m), len(m), device=m.device) for m in short]
-    halves = [m[a, b] for m, (a, b) in zip(short, places, strict=True)]
-    sums = iter(zip(places, replicas.sum(halves), strict=True))
-    found = []
-    for change, matrix in zip(changes, own, strict=True):
-        whole = None
-        if matrix is not None:
-            (a, b), half = next(sums)
-            whole = torch.zeros_like(matrix)
-            whole[a, b] = half
-            whole[b, a] = half
-        found.append(JointChange(change, whole, replicas))
-    return found
+    wholes = iter(joint_symmetric([m for m in own if m is not None], (), replicas)[0])
+    pairs = zip(changes, own, strict=True)
+    return [JointChange(c, None if m is None else next(wholes), replicas) for c, m in pairs]
+
+
+def joint_symmetric(
+    matrices: Sequence[Tensor], others: Sequence[Tensor], replicas: Replicas
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums of symmetric matrices, which send a triangle, and of other tensors, in one message."""
+    places = [torch.triu_indices(len(m), len(m), device=m.device) for m in matrices]
+    halves = [m[a, b] for m, (a, b) in zip(matrices, places, strict=True)]
+    sums = replicas.sum([*halves, *others])
+    wholes = [torch.zeros_like(matrix) for matrix in matrices]
+    for whole, (a, b), half in zip(wholes, places, sums, strict=False):
+        whole[a, b] = half
+        whole[b, a] = half
+    return wholes, sums[len(halves) :]

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from flops.passes.ranks import Replicas
 from flops.subspace.basis import Basis, Space
+from flops.subspace.joint_moments import joint_symmetric
 from flops.subspace.measurements import Features, Measurements
 
 ROWS, WORK, ROOM = 1024, 1_000_000_000, 1 << 21  # rows of a system; their products; their values
@@ -154,7 +155,9 @@ class MeanJacobian:
             add(z, y)
             left = y - z @ self.values.T
             energy += torch.stack([y.square().sum(), left.square().sum()])
-        gram, moment, energy, size = replicas.sum([gram, moment, energy, size])
+        if replicas.several:
+            others = (moment, energy, size)
+            (gram,), (moment, energy, size) = joint_symmetric([gram], others, replicas)
         age = AGE ** min(1.0, float(size) / len(gram))  # few rows have to last longer
         gram, moment = age * self.gram + gram, age * self.moment + moment
         own = self.measured

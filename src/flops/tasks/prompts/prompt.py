@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flops.blackbox.journal import Request, Response
+from flops.blackbox.journal_records import Request, Response
 from flops.blackbox.objective import Candidates
 from flops.blackbox.outputs import Outputs
 from flops.errors import FlopsError

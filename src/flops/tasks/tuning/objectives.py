@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flops.blackbox.journal import Response
+from flops.blackbox.journal_records import Response
 from flops.blackbox.objective import Candidates, ObjectiveError
 from flops.errors import FlopsError
 
