@@ -18,11 +18,13 @@ from flops.subspace.regression import (
     Regression,
     StepSums,
     coherence,
+    decay,
     explained_by_site,
     explained_variance,
+    exploration,
     regress,
 )
-from flops.subspace.step import ShapedStep, decay, exploration
+from flops.subspace.step import ShapedStep, teachers
 from tests.support.shaped_cases import SIZE, Case, case
 
 AVERAGE, RECENT, KEEP = 0.9, 0.8, 0.98  # decays of running averages, and of moments
@@ -380,3 +382,11 @@ def test_what_is_withheld(
     of = case()
     memory = memory_of(of) if signal is None else memory_of(of, signal=signal)
     assert begin(of, memory, shaping)._withheld(reliability) == withheld
+
+
+def test_points_teach_the_moments_by_their_outputs_if_there_is_room() -> None:
+    """For 2^22 values: two directions of residuals of every point, on the largest replica."""
+    assert teachers((64,), 1 << 15) == 64
+    assert teachers((64,), (1 << 15) + 1) == 0
+    assert teachers((8, 64), 1 << 15) == 72
+    assert teachers((8, 65), 1 << 15) == 0

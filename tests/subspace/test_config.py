@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
-from flops.subspace.step import decay, exploration
+from flops.subspace.regression import decay, exploration
 
 
 @pytest.mark.parametrize(

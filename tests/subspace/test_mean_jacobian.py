@@ -15,11 +15,8 @@ from flops.subspace.measurements import Design
 from tests.support.shaped_cases import FEATURES, SIZE, Case, case
 
 AGE = 0.8  # weight of a row of the step before
-OWN, MOST_OWN, RATE = (
-    0.1,
-    0.95,
-    0.2,
-)  # share of energy that points do not have in common, and its update
+OWN, RATE = 0.1, 0.2  # share of energy that points do not have in common, and its update
+MOST_OWN = 0.95  # its upper bound in normal equations
 LEAST, MOST = 1e-3, 1e3  # noise over prior variance
 KINDS = pytest.mark.parametrize("masked", [False, True])
 PREDICTED = pytest.mark.parametrize("predicted", [False, True])
@@ -82,12 +79,14 @@ def updated(of: Case, before: MeanJacobian) -> Tensor:
     return before.values + (prior @ z.T @ torch.linalg.solve(system, residual)).T
 
 
-def by_normal_equations(of: Case, before: MeanJacobian) -> tuple[Tensor, Tensor, Tensor]:
-    """(Z^T W Z + own / (1 - own) Lambda^-1)^-1 Z^T W Y, with a tenth of Lambda flat; both sums."""
+def by_normal_equations(
+    of: Case, before: MeanJacobian, flat: float = 0.1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(Z^T W Z + own / (1 - own) Lambda^-1)^-1 Z^T W Y, with a part of Lambda flat; both sums."""
     z, y, count, isotropic = rows(of)
     u, eye = of.directions, torch.eye(16).double()
     prior = (u.T * of.known.energy) @ u + of.known.rest * (eye - u.T @ u)
-    prior = 0.9 * prior + 0.1 * eye / 16
+    prior = (1 - flat) * prior + flat * eye / 16
     weight = torch.diag(count / (z @ prior @ z.T).diagonal())
     gram = AGE * before.gram + z.T @ weight @ z
     moment = AGE * before.moment + z.T @ weight @ y
@@ -175,7 +174,7 @@ def test_normal_equations_where_no_direction_is_shared(kept: float | None) -> No
 
 
 def test_few_rows_last_longer_than_many() -> None:
-    """.8 of the sums of before count, if there is a row per dimension; else more."""
+    """.8 of the sums of before count, if there is a row per dimension; else more, at most .9."""
     of = case()
     for each in (1, 2, 5):
         draws = torch.full((SIZE,), each)
@@ -187,19 +186,19 @@ def test_few_rows_last_longer_than_many() -> None:
         assert step.features is not None
         before = replace(first(of), moment=torch.ones(16, FEATURES).double())
         after = before.updated(step, step.features)
-        age = AGE ** min(1.0, 4 * each / 16)
+        age = min(0.9, AGE ** min(1.0, 4 * each / 16))
         torch.testing.assert_close(after.moment, age * before.moment)
 
 
 def test_the_basis_of_the_prior_may_be_given() -> None:
-    """Its energies weigh the rows and the prior."""
+    """Learned from the same rows, it weighs them and is half of the prior."""
     of = case()
     assert of.measurements.features is not None
     other = replace(of.known, energy=of.known.energy.flip(0))
     features = of.measurements.features
     after = first(of).updated(of.measurements, features, known=other)
     # The measured directions stay those of the measurements.
-    values, _, _ = by_normal_equations(replace(of, known=other), first(of))
+    values, _, _ = by_normal_equations(replace(of, known=other), first(of), flat=0.5)
     torch.testing.assert_close(after.values, values, rtol=1e-7, atol=1e-9)
     assert float((after.values - first(of).updated(of.measurements, features).values).norm()) > 0.01
 
@@ -312,10 +311,12 @@ def test_a_state_of_other_features_is_dropped() -> None:
     assert dict(vars(same)).keys() == kept.keys()
     assert torch.equal(same.values, kept["values"])
     assert same.measured == kept["measured"]
+    older = {name: value for name, value in kept.items() if name not in ("gram", "moment")}
     for other in (
         MeanJacobian.from_memory(None, "features", FEATURES, of.space),
         MeanJacobian.from_memory(kept, "others", FEATURES, of.space),
         MeanJacobian.from_memory(kept, "features", FEATURES + 1, of.space),
+        MeanJacobian.from_memory(older, "features", FEATURES, of.space),
     ):
         assert not other.values.any()
         assert other.values.size(1) == 16

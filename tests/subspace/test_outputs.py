@@ -179,7 +179,7 @@ def test_a_wide_site_keeps_few_rows() -> None:
 
 @pytest.mark.parametrize("size", [7, 2049])
 def test_what_is_kept_is_bounded(size: int) -> None:
-    """One point and two queries: a hundred steps are no hundred rows, and nothing underflows."""
+    """Two points and two queries: 40 steps are no 160 rows, and nothing underflows."""
     model, x, y = problem(size=8, classes=2)
     model.target = nn.Linear(5, size).double()
     model.reads = nn.Parameter(torch.randn(size, 2).double() / size**0.5, requires_grad=False)

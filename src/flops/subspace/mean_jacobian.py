@@ -8,10 +8,12 @@ most of J is common to all points in the later layers, and the prediction needs 
 Along a row z of noise, the features of a point's outputs have the derivative J z = M z + (J - M) z.
 The second part is noise, of variance own * z^T Lambda z if points have a share ``own`` of their
 energy for themselves and Lambda is the learned covariance, which is also the prior of M. At a site
-of up to 2,048 dimensions all rows of all steps, weighted by age so that about five rows per
-dimension count, form normal equations:
+of up to 2,048 dimensions all rows of all steps form normal equations, with weights by age, so that
+about five rows per dimension count, or ten steps:
 
-    (Z^T W Z + own / (1 - own) Lambda^-1) M^T = Z^T W Y,  W = diag(1 / z^T Lambda z)
+    (Z^T W Z + own / (1 - own) Lambda^-1) M^T = Z^T W Y,  W = diag(count / z^T Lambda z)
+
+with the number of points that share a row, and a part of Lambda flat: M is to be right anywhere.
 
 At a wider one only the latest rows are kept, as a system in the rows, with Lambda as prior of the
 error of M. Its ratio of noise to prior is the energy of the deviations over that of the error:
@@ -40,7 +42,8 @@ AGE = 0.8  # weight of a row of the step before, if that had a row per dimension
 OWN, RATE = 0.1, 0.2  # assumed share of energy that points do not have in common, and its update
 LEAST, MOST = 1e-3, 1e3  # noise over prior variance
 DENSE = 2048  # dimensions up to which normal equations are kept
-FLAT = 0.1  # share of their prior that is flat: M is to be right anywhere
+OLDEST = 0.9  # weight of a row of the step before, if that had few rows
+FLAT, FIRST_FLAT = 0.1, 0.5  # flat share of their prior, and if it was learned from the same rows
 MOST_OWN = 0.95  # largest share of energy that points do not have in common, in their prior
 
 
@@ -109,7 +112,7 @@ class MeanJacobian:
             measurements: Its measurements.
             features: Their derivatives of the features.
             replicas: Ranks with other points; None for none.
-            known: Basis of the prior; None for that of the measurements.
+            known: Basis of the prior, if it was learned from this step; else None.
         """
         replicas = replicas or Replicas(len(measurements.iso))
         shared = _Directions.of(measurements, features, replicas)
@@ -135,7 +138,7 @@ class MeanJacobian:
         known: Basis,
     ) -> MeanJacobian:
         """By the normal equations of all rows so far."""
-        prior = _mixed(known, FLAT)
+        prior = _mixed(known, FLAT if known is measurements.known else FIRST_FLAT)
         gram, moment = torch.zeros_like(self.gram), torch.zeros_like(self.moment)
         energy = gram.new_zeros(2)  # of isotropic rows, and what M leaves of it
         size = gram.new_zeros(())
@@ -158,7 +161,8 @@ class MeanJacobian:
         if replicas.several:
             others = (moment, energy, size)
             (gram,), (moment, energy, size) = joint_symmetric([gram], others, replicas)
-        age = AGE ** min(1.0, float(size) / len(gram))  # few rows have to last longer
+        # Few rows have to last longer, but not forever: the model changes.
+        age = min(OLDEST, AGE ** min(1.0, float(size) / len(gram)))
         gram, moment = age * self.gram + gram, age * self.moment + moment
         own = self.measured
         if own is None:  # at most half of what M left

@@ -23,12 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flops.passes.ranks import Replicas
+from flops.subspace.config import Shaping
 from flops.subspace.measurements import Measurements
 
 RIDGES = (1.0, 1 / 3, 3.0)  # factors of the ridge to compare by leave-one-out residuals
 AHEAD = 256  # directions whose expected energies are averaged over all points
 LEAST = 1e-6  # lower bound of the noise in a fit, relative to its kernel
 CLEARLY = 1 - 1e-6  # another ridge must be better by more than rounding
+KEEP = 0.98  # decay of the second moments: per step, or with outputs per `POINTS` points
+POINTS, LEAST_KEEP = 12, 0.85  # and its lower bound for a step
+FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
 
 
 @dataclass(frozen=True)
@@ -292,6 +296,40 @@ def explained_variance(sums: StepSums) -> tuple[float, float]:
     missed = left / whole
     error = left_squares - 2 * missed * product + missed**2 * squares
     return 1 - missed, max(0.0, error) ** 0.5 / whole
+
+
+def exploration(shaping: Shaping, explained: float) -> float:
+    """Share of isotropic queries, which decreases with the explained variance."""
+    if shaping.explore is not None:
+        return shaping.explore
+    return 0.1 + 0.6 * (1 - min(1.0, max(0.0, explained)))
+
+
+def decay(
+    shaping: Shaping, now: float, spread: float, running: float, best: float, points: int = 0
+) -> tuple[float, float]:
+    """Decay of the moments, and the best explained variance from now on.
+
+    If moments learn from outputs, points teach so much that large batches need a short memory only.
+
+    Lower when the explained variance drops beyond its sampling error, because the task has changed.
+    Also lower at a new best: the noise of a step's outer products decreases with the unexplained
+    energy, so weights by inverse variance discount older, noisier steps.
+
+    Args:
+        shaping: Options.
+        now: Explained variance of this step.
+        spread: Its standard error.
+        running: Its running average, this step included.
+        best: The best running average so far.
+        points: Points of the step, if the moments learn from their outputs.
+    """
+    if shaping.decay is not None:
+        return shaping.decay, best
+    doubt = min(1.0, max(0.0, now + 4 * spread) / (FALL * best)) if best > 0 else 1.0
+    progress = min(1.0, max(1e-6, 1 - running) / max(1e-6, 1 - best))
+    keep = min(KEEP, max(LEAST_KEEP, KEEP ** (points / POINTS)))
+    return keep * doubt * progress**2, max(best, running) if doubt == 1 else running
 
 
 def explained_by_site(sums: StepSums) -> list[float]:

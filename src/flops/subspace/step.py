@@ -23,15 +23,17 @@ from flops.subspace.basis import Space, needed, real_directions
 from flops.subspace.config import Shaping
 from flops.subspace.mean_jacobian import MeanJacobian
 from flops.subspace.measurements import Design, Measurements
-from flops.subspace.moments import Moments, kept_moments, leading, learn
+from flops.subspace.moments import ROOM, Moments, kept_moments, leading, learn
 from flops.subspace.regression import (
     Regression,
     StepSums,
     better_ridge,
     coherence,
     correction_noise,
+    decay,
     explained_by_site,
     explained_variance,
+    exploration,
     regress,
 )
 from flops.subspace.report import ShapedEstimate, ShapingReport, SiteReport
@@ -40,49 +42,22 @@ TUNE = 4  # steps between searches for a better ridge
 AVERAGE = 0.9  # decay of running averages
 DOUBT = 2.5  # times the least reliability: below, the batch's gradient must be above its noise
 RECENT = 0.8  # decay of the reliability, which rises fast in the first steps
-KEEP = 0.98  # decay of the second moments: per step, or with outputs per `POINTS` points
-POINTS, LEAST_KEEP = 12, 0.85  # and its lower bound for a step
 SEEING, BLIND = 1, 4  # isotropic steps before the first directions, with and without outputs
 LARGEST = 64  # queries per point that are looked ahead
-FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
 
 
 Decide = Callable[[str, Any], Any]
 """Called with name and value of each discrete decision; returns the value to use."""
 
 
-def exploration(shaping: Shaping, explained: float) -> float:
-    """Share of isotropic queries, which decreases with the explained variance."""
-    if shaping.explore is not None:
-        return shaping.explore
-    return 0.1 + 0.6 * (1 - min(1.0, max(0.0, explained)))
-
-
-def decay(
-    shaping: Shaping, now: float, spread: float, running: float, best: float, points: int = 0
-) -> tuple[float, float]:
-    """Decay of the moments, and the best explained variance from now on.
-
-    Points whose outputs were seen teach so much that large batches need a short memory only.
-
-    Lower when the explained variance drops beyond its sampling error, because the task has changed.
-    Also lower at a new best: the noise of a step's outer products decreases with the unexplained
-    energy, so weights by inverse variance discount older, noisier steps.
+def teachers(sizes: Sequence[int], dimensions: int) -> int:
+    """Points of all replicas, if the moments have room to learn from their outputs; else 0.
 
     Args:
-        shaping: Options.
-        now: Explained variance of this step.
-        spread: Its standard error.
-        running: Its running average, this step included.
-        best: The best running average so far.
-        points: Points of the step, if their outputs were seen.
+        sizes: Points of each replica.
+        dimensions: Noise values of a row, on the replica with the most.
     """
-    if shaping.decay is not None:
-        return shaping.decay, best
-    doubt = min(1.0, max(0.0, now + 4 * spread) / (FALL * best)) if best > 0 else 1.0
-    progress = min(1.0, max(1e-6, 1 - running) / max(1e-6, 1 - best))
-    keep = min(KEEP, max(LEAST_KEEP, KEEP ** (points / POINTS)))
-    return keep * doubt * progress**2, max(best, running) if doubt == 1 else running
+    return sum(sizes) if ROOM // (max(sizes) * dimensions) >= 2 else 0
 
 
 class ShapedStep:
@@ -153,6 +128,7 @@ class ShapedStep:
             kept = decide("directions", {"warm": self._warm, "iso": iso, "known": parts})
             self._warm, iso = bool(kept["warm"]), kept["iso"]
             known = replace(known, **kept["known"])
+        self._longest = longest
         # A Jacobian at noise of other sizes is another one.
         self._mean = self._mean_jacobian() if longest == -shortest else None
         with full_precision(space.device):
@@ -216,7 +192,7 @@ class ShapedStep:
         if not warm:
             after = _running(explained, now) if explained else now
             best = float(memory.get("best", 0.0))
-            size = 0 if features is None else replicas.total
+            size = 0 if features is None else teachers(replicas.sizes, self._longest)
             keep, memory["best"] = decay(shaping, now, spread, after, best, size)
         if whole > 0:  # else there is nothing to learn from
             with full_precision(space.device):
