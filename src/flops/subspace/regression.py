@@ -30,6 +30,7 @@ RIDGES = (1.0, 1 / 3, 3.0)  # factors of the ridge to compare by leave-one-out r
 AHEAD = 256  # directions whose expected energies are averaged over all points
 LEAST = 1e-6  # lower bound of the noise in a fit, relative to its kernel
 CLEARLY = 1 - 1e-6  # another ridge must be better by more than rounding
+EXPLAINED = 1e-9  # share of a point's squared derivatives below which residuals are rounding
 KEEP = 0.98  # decay of the second moments: per step, or with outputs per `POINTS` points
 POINTS, LEAST_KEEP = 12, 0.85  # and its lower bound for a step
 FALL = 0.7  # drop of explained variance, relative to its best, that discounts the moments
@@ -101,8 +102,11 @@ def regress(measurements: Measurements, ridge: float, tune: bool) -> Regression:
         noise = ridge * (prior[points].sum(1) + flat) + LEAST
         fits = [posterior(kernel, r, noise * factor, real) for factor in factors]
         squares = r.square().sum(1, keepdim=True).clamp(min=torch.finfo(r.dtype).tiny)
-        for i, one in enumerate(fits):  # each point counts by its number of queries
-            scores[i] += float((one.held_out.square() / squares * count).double().sum())
+        # Each point counts by its number of queries, if its residuals are more than rounding.
+        left = squares > EXPLAINED * derivatives.square().sum(1, keepdim=True)
+        counted = torch.where(left, count / squares, 0.0)
+        for i, one in enumerate(fits):
+            scores[i] += float((one.held_out.square() * counted).double().sum())
         fit = fits[0]
         weights = torch.stack([fit.alpha, fit.without - fit.alpha, r], 1)  # (b, 3, n)
         in_z, in_e = weights @ seen, weights @ e
