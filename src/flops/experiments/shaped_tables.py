@@ -50,8 +50,7 @@ def allocators_sheet(found: Mapping[str, Sequence[Result]], queries: int, start:
     for name, results in found.items():
         seeds = [statistics.fmean(mean_cosines(result, start)) for result in results]
         first = [statistics.fmean(mean_cosines(result, start)) for result in reference]
-        change = [a - b for a, b in zip(seeds, first, strict=True)]
-        difference = "" if results is reference else interval(change).shown(sign=True)
+        difference = "" if results is reference else paired(seeds, first).shown(sign=True)
         lines.append([name, *(i.shown() for i in _by_third(results, start)), difference])
     return Sheet(
         f"Cosine by allocator, {queries} queries",
