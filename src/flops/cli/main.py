@@ -16,7 +16,7 @@ from rich.console import Console
 from flops.errors import FlopsError
 from flops.optional import install_command
 from flops.training.console import Lines
-from flops.training.launch import launched
+from flops.training.launcher import launched
 from flops.version import __version__
 
 SUMMARIES = {

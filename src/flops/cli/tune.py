@@ -14,7 +14,8 @@ from flops.optional import require
 from flops.tasks.prompts.config import TuneConfig
 from flops.tasks.tuning.campaign import run_campaign
 from flops.tasks.tuning.config import CampaignConfig
-from flops.tasks.tuning.functions import FunctionConfig, FunctionOptions, FunctionProblem
+from flops.tasks.tuning.function_config import FunctionConfig, FunctionOptions
+from flops.tasks.tuning.functions import FunctionProblem
 from flops.training.device import find_device
 
 
@@ -80,7 +81,7 @@ class Tune(TuneConfig, FunctionOptions):
             needed += ["transformers", "fastapi", "uvicorn", "cachetools", "prometheus_client"]
         for module in needed:
             require(module, "blackbox")
-        from flops.serve.client import check_service
+        from flops.serve.check import check_service
 
         if config.url is not None:  # before imports that take seconds
             check_service(config.url, config.api_key())
