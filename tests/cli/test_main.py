@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -64,17 +69,79 @@ def test_a_closed_pipe_is_no_error(given: list[str]) -> None:
     assert ran.wait() == CLOSED_PIPE
 
 
-def test_a_command_imports_no_other() -> None:
-    """What makes `flops tune` name a wrong address within three seconds."""
-    code = (
-        "import sys\nfrom flops.cli.main import main\n"
-        "try:\n    main(['tune', '--url', 'http://127.0.0.1:9'])\n"
-        "except SystemExit as left:\n    assert 'no service answers' in str(left), left\n"
-        "others = ('flops.cli', 'flops.experiments', 'matplotlib', 'transformers')\n"
-        "print(*sorted(m for m in sys.modules if m.startswith(others)))\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["flops.cli", "flops.cli.main", "flops.cli.tune"]
+PROGRAM = """
+import sys
+from flops.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as left:
+    print(left, file=sys.stderr)
+heavy = {"torch", "numpy", "scipy", "matplotlib", "cma", "transformers"}
+print(*sorted(heavy & sys.modules.keys()), *sorted(m for m in sys.modules if "flops.cli." in m))
+"""
+
+
+def ended(*arguments: str) -> tuple[str, list[str]]:
+    """What a command says in a process of its own, and which of the heavy modules it imports."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    *shown, last = ran.stdout.splitlines()
+    return "\n".join([*shown, ran.stderr]), last.split()
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """Address of a server that answers everything with a status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (None, "no service answers at"),
+        (404, "is not a `flops serve` (status 404"),
+        (401, "rejects the key (401): pass it with --api-key-env"),
+    ],
+)
+def test_an_address_is_checked_before_torch_is_imported(
+    status: int | None, said: str, tmp_path: Path
+) -> None:
+    """What makes `flops tune` name a wrong address within three seconds of its start."""
+    (tmp_path / "key").write_text("another", "utf-8")
+    options = ["--api-key-file", str(tmp_path / "key"), "--url"]
+    if status is None:
+        shown, imported = ended("tune", *options, "http://127.0.0.1:9")
+    else:
+        with answering(status) as url:
+            shown, imported = ended("tune", *options, url)
+    assert said in shown
+    assert len(shown.splitlines()) == 1
+    assert imported == ["flops.cli.main", "flops.cli.tune"]
+
+
+@pytest.mark.parametrize("given", ["--help", "--version", "finetun"])
+def test_what_needs_no_torch_imports_none(given: str) -> None:
+    _, imported = ended(given)
+    assert imported == ["flops.cli.main"]
+
+
+@pytest.mark.parametrize("given", ["--help", "--epochs=0"])
+def test_options_of_tune_are_read_before_torch_is_imported(given: str) -> None:
+    shown, imported = ended("tune", given)
+    assert "--epochs" in shown
+    assert imported == ["flops.cli.main", "flops.cli.tune"]
 
 
 def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> None:

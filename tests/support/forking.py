@@ -79,7 +79,8 @@ def become(request: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Fork for every request."""
-    import flops.cli.main  # noqa: F401
+    import flops.cli.main
+    import flops.training.trainer  # noqa: F401  # torch, too
 
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()

@@ -11,12 +11,10 @@ from contextlib import suppress
 from typing import Annotated, Any, Union
 
 import tyro
-from rich.console import Console
 
 from flops.errors import FlopsError
 from flops.optional import install_command
-from flops.training.console import Lines
-from flops.training.launch import launched
+from flops.training.launcher import launched
 from flops.version import __version__
 
 SUMMARIES = {
@@ -114,6 +112,10 @@ def _main(given: list[str]) -> None:
                 "torchrun supports `flops finetune` and `flops align` only; start this without it"
             )
         if given[0] in RESUMED:
+            from rich.console import Console
+
+            from flops.training.console import Lines  # imports torch
+
             with Lines(Console(stderr=True)).warnings():
                 command.run()
         else:

@@ -1,4 +1,4 @@
-"""`flops tune`: the command."""
+"""`flops tune`: the command. What imports torch is imported after the address is checked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from rich.console import Console
 from flops.errors import FlopsError
 from flops.optional import require
 from flops.tasks.prompts.config import TuneConfig
-from flops.tasks.tuning.campaign import run_campaign
 from flops.tasks.tuning.config import CampaignConfig
-from flops.tasks.tuning.functions import FunctionConfig, FunctionOptions, FunctionProblem
-from flops.training.device import find_device
+from flops.tasks.tuning.function_config import FunctionConfig, FunctionOptions
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,9 @@ class Tune(TuneConfig, FunctionOptions):
         config = FunctionConfig.of(self)
         if "cma-es" in (config.methods or ()):  # early, not after hours
             require("cma", "cma")
+        from flops.tasks.tuning.campaign import run_campaign
+        from flops.tasks.tuning.functions import FunctionProblem
+
         run_campaign(FunctionProblem(config), config, console)
 
     def _prompts(self, console: Console) -> None:
@@ -74,19 +75,22 @@ class Tune(TuneConfig, FunctionOptions):
                 option = "--" + field.name.replace("_", "-")
                 raise FlopsError(f"{option} needs --objective or --command: prompts have their own")
         config = self.filled()
-        find_device(config.device)
-        needed = ["httpx", "pydantic", "tenacity"]
-        if config.url is None:  # for the local service
-            needed += ["transformers", "fastapi", "uvicorn", "cachetools", "prometheus_client"]
-        for module in needed:
+        for module in ("httpx", "pydantic", "tenacity"):
             require(module, "blackbox")
-        from flops.serve.client import check_service
-
         if config.url is not None:  # before imports that take seconds
+            from flops.serve.check import check_service
+
             check_service(config.url, config.api_key())
+        from flops.training.device import find_device
+
+        find_device(config.device)
+        if config.url is None:  # for the local service
+            for module in ("transformers", "fastapi", "uvicorn", "cachetools", "prometheus_client"):
+                require(module, "blackbox")
         if "cma-es" in (config.methods or ()):  # early, not after hours
             require("cma", "cma")
         from flops.tasks.prompts.problem import PromptProblem
+        from flops.tasks.tuning.campaign import run_campaign
 
         run_campaign(PromptProblem(config, console), config, console)
 

@@ -14,18 +14,9 @@ import torch.distributed as dist
 from flops.engine.collectives import Collectives
 from flops.engine.watch import WorkerError
 from flops.passes.ranks import Ranks
+from flops.training.launcher import launched
 
 CONNECT = 60.0  # seconds to find the others: after a restart the first attempt may wait in vain
-
-
-def launched() -> bool:
-    """Whether a launcher started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
-def restarted() -> bool:
-    """Whether torchrun has started this process again, after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from flops.report.names import method_name
 from flops.storage.disk import writing
 from flops.storage.files import atomic_write
 from flops.training.config import ConfigError, RunConfig
-from flops.training.launch import broadcast, process_group, restarted
+from flops.training.launch import broadcast, process_group
+from flops.training.launcher import restarted
 from flops.training.progress import Evaluation, Result
 from flops.training.run_directory import RunDirectory, check_free, is_run
 from flops.training.signals import GracefulStop

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ import torch
 from flops.blackbox.journal_records import Response
 from flops.blackbox.objective import Candidates, ObjectiveError
 from flops.errors import FlopsError
-
-InputFormat = Literal["jsonl", "csv", "npy"]
+from flops.tasks.tuning.names import InputFormat
 
 
 @dataclass(frozen=True)
