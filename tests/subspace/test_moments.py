@@ -8,7 +8,7 @@ from torch import nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.subspace.basis import signed
-from flops.subspace.moments import DENSE, SKETCH, Change, Factor, Moments
+from flops.subspace.moments import DENSE, SKETCH, Change, Factor, Moments, Weights
 from tests.conftest import cosine, exact, squared
 from tests.support.parallel_cases import Words, batch, losses
 
@@ -116,3 +116,34 @@ def test_a_large_site_learns_from_its_sketch() -> None:
         assert sum(found[:4]) / 4 < 0.8
         late.append(sum(found[-5:]) / 5)
     assert min(late) > 0.98
+
+
+def of_values(*values: float) -> Factor:
+    """A moment along the axes."""
+    matrix = torch.diag(torch.tensor(values).double())
+    return Factor(matrix, matrix[:, :0], matrix[0, :0], 0.0)
+
+
+def test_weights_are_eigenvalues_over_the_largest() -> None:
+    weights = Weights.of(of_values(4.0, 1.0, 0.0), torch.eye(3).double())
+    assert weights.values.tolist() == [1.0, 0.25, 0.0]
+    assert weights.mean() == pytest.approx(1.25 / 3)
+
+
+def test_a_sketch_has_one_weight_for_the_unknown_directions() -> None:
+    """As the moment would have, in which they are equal."""
+    whole = of_values(4.0, 1.0, 0.5, 0.5)
+    vectors = torch.eye(4).double()
+    sketch = Factor(None, vectors[:, :2], torch.tensor([4.0, 1.0]).double(), 6.0)
+    x = torch.arange(8.0).view(4, 2).double()
+    found, expected = Weights.of(sketch, vectors[:, :2]), Weights.of(whole, vectors)
+    torch.testing.assert_close(found.root(x), expected.root(x))
+    assert found.mean() == pytest.approx(expected.mean())
+
+
+@pytest.mark.parametrize("factor", [None, of_values(0.0, 0.0)], ids=["none", "no data"])
+def test_without_data_all_weights_are_one(factor: Factor | None) -> None:
+    weights = Weights.of(factor, torch.eye(2).double())
+    x = torch.arange(6.0).view(2, 3).double()
+    torch.testing.assert_close(weights.root(x), x)
+    assert weights.mean() == 1
