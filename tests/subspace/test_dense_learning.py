@@ -30,13 +30,15 @@ def dense(of: Case) -> list[Moments]:
 
 
 def weights(factor: Factor | None, size: int) -> tuple[Tensor, Tensor]:
-    """The moment over its largest eigenvalue, and the root of that; 1 without data."""
+    """Weights by a moment, whose mean over its signal is 1, and their root; 1 without data."""
     one = torch.eye(size).double()
     if factor is None or factor.matrix is None or not factor.matrix.any():
         return one, one
     values, vectors = torch.linalg.eigh(factor.matrix)
-    values = values.clamp(min=0) / values.max()
-    return (vectors * values) @ vectors.T, (vectors * values.sqrt()) @ vectors.T
+    values = values.clamp(min=0)
+    of = 0.25 + 0.75 * values / values.max()
+    of = of * values.sum() / (of * values).sum()
+    return (vectors * of) @ vectors.T, (vectors * of.sqrt()) @ vectors.T
 
 
 def parts_of(of: Case, j: int, truth: Tensor) -> tuple[Tensor, Tensor, float]:

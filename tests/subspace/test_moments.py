@@ -8,7 +8,7 @@ from torch import nn
 
 from flops import ForwardGradient, Group, LikelihoodRatio, Shaping
 from flops.subspace.basis import signed
-from flops.subspace.moments import DENSE, SKETCH, Change, Factor, Moments, Weights
+from flops.subspace.moments import DENSE, FLAT, SKETCH, Change, Factor, Moments, Weights
 from tests.conftest import cosine, exact, squared
 from tests.support.parallel_cases import Words, batch, losses
 
@@ -124,10 +124,20 @@ def of_values(*values: float) -> Factor:
     return Factor(matrix, matrix[:, :0], matrix[0, :0], 0.0)
 
 
-def test_weights_are_eigenvalues_over_the_largest() -> None:
+def test_weights_grow_with_the_eigenvalues_from_a_flat_share() -> None:
     weights = Weights.of(of_values(4.0, 1.0, 0.0), torch.eye(3).double())
-    assert weights.values.tolist() == [1.0, 0.25, 0.0]
-    assert weights.mean() == pytest.approx(1.25 / 3)
+    assert (weights.values / weights.values[0]).tolist() == [1.0, FLAT + (1 - FLAT) / 4, FLAT]
+
+
+def test_weights_do_not_change_the_energy() -> None:
+    """Else a site whose gradient is in few tokens would count more than one where it is in all."""
+    values = torch.tensor([4.0, 1.0, 0.5, 0.5]).double()
+    weights = Weights.of(of_values(*values.tolist()), torch.eye(4).double())
+    assert float((weights.values * values).sum()) == pytest.approx(6)
+    sketch = Factor(None, torch.eye(4).double()[:, :2], values[:2], 6.0)
+    weights = Weights.of(sketch, sketch.vectors)
+    energy = float((weights.values * values[:2]).sum()) + weights.rest
+    assert energy == pytest.approx(6)
 
 
 def test_a_sketch_has_one_weight_for_the_unknown_directions() -> None:

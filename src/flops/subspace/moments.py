@@ -5,9 +5,9 @@ Two small matrices describe a site's gradient G, positions x channels: M_T = E[G
 from all outputs, from estimates G = inside + outside: measured coordinates are exact, and the part
 from isotropic queries has a known noise floor, which is subtracted. The noise is the same at all
 positions and channels, and the signal is not, so each moment weighs the other axis by what is known
-of its signal: M_D is learned from W_T^1/2 G with W_T = M_T / max eigenvalue, and M_T from
-G W_D^1/2. If M_T and M_D are a Kronecker product, that changes the noise only. An axis of more than
-2,048 entries keeps only its leading eigenpairs and its trace.
+of its signal: M_D is learned from W_T^1/2 G and M_T from G W_D^1/2, see `Weights`. If the second
+moment of G is the Kronecker product of M_T and M_D, that changes the noise only. An axis of more
+than 2,048 entries keeps only its leading eigenpairs and its trace.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ DENSE = 2048  # longest axis with a full matrix
 SKETCH = 128  # eigenpairs of a longer one
 FRESH = 16  # random directions added to a sketch
 LEADING = 256  # minimum of directions with their own energy; the others share the rest
+FLAT = 0.25  # least weight of a direction of the other axis, over the largest
 ROOM = 1 << 22  # values of all gradients that the moments learn from, if there are several a point
 
 
@@ -317,7 +318,13 @@ def _changes(
     minus = seen.outside * (weight * over).sqrt().unsqueeze(1)
     floor = weight * (1 - over) * seen.missed / n
     cover = (floor.unsqueeze(1) * measurements.measured[seen.point]).sum(0)
-    changes = []
+    changes: list[Change] = []
+
+    def change(both: list[Tensor], floor: float, u: Tensor, number: Tensor, cover: Tensor) -> None:
+        summed = cover.new_zeros(u.size(1)).index_add_(0, number, cover)
+        plus, minus = both
+        changes.append(Change(plus, minus, floor, u, summed))
+
     for s, (m, g) in enumerate(zip(moments, space.grids, strict=True)):
         mine = torch.nonzero(known.site == s).flatten()
         used = torch.full_like(floor, g.positions)
@@ -325,33 +332,27 @@ def _changes(
             used = g.cut(space.mask)[:, :, 0].sum(1).to(floor)[seen.point]
         u, v = known.positions[s], known.channels[s]
         row, column, both = known.row[mine], known.column[mine], (g.cut(plus), g.cut(minus))
-        weights = Weights.of(m.positions, u)
-        over_channels = _change(
-            [weights.root(x).flatten(0, 1) for x in both],
-            float((floor * used).sum()) * weights.mean(),
-            v,
-            column,
-            cover[mine] * weights.values[row],
-        )
         if m.positions is not None:
             weights = Weights.of(m.channels, v)
-            over_positions = _change(
-                [weights.root(x.transpose(1, 2)).flatten(0, 1) for x in both],
-                float(floor.sum()) * g.channels * weights.mean(),
-                u,
-                row,
-                cover[mine] * weights.values[column],
-            )
-            changes.append(over_positions)
-        changes.append(over_channels)
+            turned = [weights.root(x.transpose(1, 2)).flatten(0, 1) for x in both]
+            total = float(floor.sum()) * g.channels * weights.mean()
+            change(turned, total, u, row, cover[mine] * weights.values[column])
+        weights = Weights.of(m.positions, u)
+        turned = [weights.root(x).flatten(0, 1) for x in both]
+        total = float((floor * used).sum()) * weights.mean()
+        change(turned, total, v, column, cover[mine] * weights.values[row])
     return changes
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of an axis's directions, at most 1, in proportion to their eigenvalues.
+    """Weights of an axis's directions, for what is learned of the other one.
 
-    These are the best weights of directions whose noise is equal and larger than their signal.
+        W = (f I + (1 - f) M / lambda) / mean,  lambda the largest eigenvalue of M
+
+    In proportion to the eigenvalues they are best if directions differ in energy alone, and their
+    noise is larger than that. The flat share f keeps the weak ones, which may have other gradients
+    along the other axis. By their mean, tr(W M) = tr(M): the energy of the site stays.
 
     Attributes:
         vectors: Eigenvectors.
@@ -366,17 +367,22 @@ class Weights:
     @classmethod
     def of(cls, factor: Factor | None, vectors: Tensor) -> Weights:
         """Weights by a moment with these eigenvectors; all 1 if it is None or without data."""
-        values, trace, (size, known) = vectors.new_zeros(vectors.size(1)), 0.0, vectors.shape
+        values, trace = vectors.new_zeros(vectors.size(1)), 0.0
         if factor is not None and factor.matrix is not None:
             values = (vectors * (factor.matrix @ vectors)).sum(0).clamp(min=0)
             trace = float(factor.matrix.trace())
         elif factor is not None:
             values, trace = factor.values, factor.trace
-        rest = max(0.0, trace - float(values.sum())) / max(1, size - known)
+        total, others = float(values.sum()), vectors.size(0) - vectors.size(1)
+        rest = max(0.0, trace - total) / max(1, others)
         largest = float(values.max()) if len(values) else 0.0
         if not largest > 0:
             return cls(vectors[:, :0], torch.ones_like(values), 1.0)
-        return cls(vectors, values / largest, min(1.0, rest / largest))
+        weights = FLAT + (1 - FLAT) * values / largest
+        beyond = FLAT + (1 - FLAT) * min(1.0, rest / largest)
+        signal = float((weights * values).sum()) + others * rest * beyond
+        mean = signal / (total + others * rest)
+        return cls(vectors, weights / mean, beyond / mean)
 
     def root(self, x: Tensor) -> Tensor:
         """The root of the weights applied to columns, shape (..., size, columns)."""
@@ -390,11 +396,3 @@ class Weights:
         """Mean weight of all directions."""
         size, known = self.vectors.shape
         return float(self.values[:known].sum() + self.rest * (size - known)) / size
-
-
-def _change(
-    both: Sequence[Tensor], floor: float, vectors: Tensor, number: Tensor, cover: Tensor
-) -> Change:
-    plus, minus = both
-    summed = plus.new_zeros(vectors.size(1)).index_add_(0, number, cover)
-    return Change(plus, minus, floor, vectors, summed)
