@@ -210,6 +210,7 @@ def test_bad_settings_are_refused_at_once(bad: tuple[str, ...], tmp_path: Path) 
         (("--learning-rates", "1e-3", "-1"), "learning_rate must be greater than 0, not -1"),
         (("--sigmas", "1e-3", "0"), "sigma must be greater than 0"),
         (("--budget", "0"), "budget must be greater than 0"),
+        (("--methods", "bp", "deepzero", "--queries", "auto"), "those of deepzero are shared"),
     ],
 )
 def test_every_setting_is_looked_at_before_the_first_run(

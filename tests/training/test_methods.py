@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flops.allocators import Equal, Gaussian
+from flops.engine.forward_gradient import ForwardGradient
 from flops.errors import PrecisionWarning
 from flops.estimators import DeepZero, LikelihoodRatio
 from flops.estimators.spsa import SPSA
@@ -43,6 +44,24 @@ def test_a_step_fills_every_gradient(name: str, batch, monkeypatch: pytest.Monke
     queries = {"bp": 0, "mezo": 2 * 2, "fzoo": 2 * 8, "lozo": 2 * 2, "jvp": 2 * 1}.get(name)
     if queries is not None:
         assert report.queries == queries
+
+
+def test_automatic_queries_make_the_default_engine() -> None:
+    """`shaped-lr` with them is ``ForwardGradient(model, loss_fn)``, which withholds, too."""
+    model = bundled_vit()
+    method = engine(model, loss_fn, Method("shaped-lr", queries="auto"))
+    default = ForwardGradient(model, loss_fn)
+    assert repr(method) == repr(default)
+    assert [(g.name, g.estimator, g.automatic) for g in method.groups] == [
+        (g.name, g.estimator, g.automatic) for g in default.groups
+    ]
+    fixed = engine(model, loss_fn, Method("shaped-lr"))
+    assert all(g.estimator.shaping.withhold == 0 for g in fixed.groups)
+
+
+def test_automatic_queries_need_draws_of_each_point() -> None:
+    with pytest.raises(ValueError, match="those of deepzero are shared by the batch"):
+        Method("deepzero", queries="auto")
 
 
 def test_sigma_goes_by_place() -> None:

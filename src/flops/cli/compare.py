@@ -94,8 +94,8 @@ class Compare:
     """A new classification head, or the model's own if it was trained on the same classes."""
     data: str = DEFAULTS.data
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
-    queries: float = DEFAULTS.queries
-    """Mean queries per point and group."""
+    queries: float | Literal["auto"] = DEFAULTS.queries
+    """Mean queries per point and group; auto chooses them step by step, not for deepzero."""
     batch: int = DEFAULTS.batch
     """Batch size."""
     targets: Targets | None = None
@@ -210,8 +210,8 @@ class CompareText:
     """Layers to train, the last ones; None for all, with the embeddings."""
     stages: int | None = TEXT.stages
     """Number of groups of layers; None for the method's default."""
-    queries: float = 10.0
-    """Mean queries per point and group."""
+    queries: float | Literal["auto"] = 10.0
+    """Mean queries per point and group; auto chooses them step by step, not for deepzero."""
     batch: int = TEXT.batch
     """Batch size."""
     targets: Targets | None = None

@@ -71,7 +71,7 @@ class Robustness:
     data: str | None = None
     """Data of models trained here: digits (None), another named data set, a data set id of the
     hub, or a folder."""
-    queries: float = DEFAULTS.queries
+    queries: float = 20.0
     """Mean queries per point and group, for models trained here."""
     batch: int = DEFAULTS.batch
     """Batch size, for models trained here."""

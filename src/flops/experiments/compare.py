@@ -73,7 +73,8 @@ def compare(
         raise FlopsError(f"need different methods to compare, not {list(study.methods)}")
     kinds = {method: variant(method) for method in study.methods}
     for rate, sigma in itertools.product(study.learning_rates, study.sigmas):
-        study.run("lr", rate, sigma).config()  # raises for invalid values before anything is run
+        for method in study.methods:  # raises for invalid values before anything is run
+            study.run(method, rate, sigma).config()
     if study.budget is None:
         trained = [m for m in study.methods if kinds[m].name is not None]
         forward = [m for m in trained if kinds[m].forward] or trained

@@ -50,7 +50,7 @@ class ComparisonRun:
     budget: float | None
     model: str
     data: str
-    queries: float
+    queries: float | Literal["auto"]
     batch: int
     test: bool
     limit: int | None = None

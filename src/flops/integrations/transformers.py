@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         args: TrainingArguments. ``seed`` is also the key of all noise.
         positional: Further arguments of Trainer.
         method: One of `flops.training.methods`, or a `Method`; "shaped-lr" by default.
-        queries: Mean queries per point and group; 20 by default.
+        queries: Mean queries per point and group, or "auto"; 20 by default.
         sigma: Noise scale; None chooses it as training goes on for shaped-lr, and by the model's
             precision for the others.
         groups: What is perturbed together, instead of a method; a function of the model where
@@ -100,7 +100,7 @@ class ForwardTrainer(Trainer):  # type: ignore[misc, valid-type]
         args: Any = None,
         *positional: Any,
         method: MethodName | Method | None = None,
-        queries: float | None = None,
+        queries: float | Literal["auto"] | None = None,
         sigma: float | None = None,
         groups: Groups | None = None,
         estimator: Estimator | None = None,

@@ -42,8 +42,8 @@ class RunConfig(BaseModel):
 
     method: MethodName = "shaped-lr"
     """Gradient estimator; bp is backpropagation, for comparison."""
-    queries: PositiveFloat = 20.0
-    """Mean queries per point and group."""
+    queries: PositiveFloat | Literal["auto"] = 20.0
+    """Mean queries per point and group; auto chooses them step by step, by progress per cost."""
     sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = None
     """Noise scale: one, or one per stage; None chooses it as training goes on for shaped-lr, and is
     1e-3 for the others."""

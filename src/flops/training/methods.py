@@ -37,7 +37,7 @@ from flops.estimators.likelihood_ratio import Targets
 from flops.estimators.spsa import SPSA
 from flops.passes.batch import LossFunction
 from flops.perturb.random import Kind
-from flops.subspace.config import Shaping
+from flops.subspace.config import RELIABLE, Shaping
 
 MethodName = Literal[
     "bp",
@@ -65,7 +65,9 @@ class Method:
     Args:
         name: Name of the method.
         queries: Mean queries per point and group. Those of mezo and lozo (2), fzoo (8) and jvp (1)
-            are their authors', for the whole model.
+            are their authors', for the whole model. "auto" chooses them step by step, where draws
+            are those of each point; with shaped-lr the groups are those of
+            ``ForwardGradient(model, loss_fn)``, which withhold unreliable gradients.
         sigma: Noise scale: one for all groups, or one per stage of layers (modules before and after
             them take the first and the last). None is automatic for shaped-lr, 1e-3 for the others.
         targets: What likelihood ratio perturbs; None is "leaf" for lr and ops-lr, "stage" for
@@ -81,7 +83,7 @@ class Method:
     """
 
     name: MethodName = "shaped-lr"
-    queries: float = 20.0
+    queries: float | Literal["auto"] = 20.0
     sigma: tuple[float, ...] | None = None
     targets: Targets | None = None
     stages: int | tuple[float, ...] | None = None
@@ -103,6 +105,11 @@ class Method:
         if self.sigma is not None and len(self.sigma) not in (1, self.stage_count):
             raise ValueError(
                 f"sigma must be one value or one per stage ({self.stage_count}), not {self.sigma}"
+            )
+        if self.queries == "auto" and self.name == "deepzero":
+            raise ValueError(
+                "automatic queries need draws of each point, and those of deepzero are shared by "
+                "the batch; give a number"
             )
         if self.targets is not None and "lr" not in self.name:
             raise ValueError(f"targets applies to likelihood ratio only, not to {self.name}")
@@ -218,7 +225,8 @@ def estimator(method: Method, sigma: float | Auto) -> Estimator:
 
 def _likelihood_ratio(method: Method, sigma: float | Auto) -> Estimator:
     assert method.perturbs is not None
-    shaping = Shaping() if method.name == "shaped-lr" else None
+    withhold = RELIABLE if method.queries == "auto" else 0.0
+    shaping = Shaping(withhold=withhold) if method.name == "shaped-lr" else None
     return LikelihoodRatio(
         sigma,
         method.perturbs,
