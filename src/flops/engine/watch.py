@@ -8,6 +8,7 @@ Ranks that wait for a message look at the key-value store of the process group n
 - A thread of every rank writes a sign of life. A rank without any for `SILENT` seconds is dead,
   stopped, or cut off.
 - Signs of life hold the number of completed messages, so that a timeout names who is behind.
+- A rank that does not reach the store for as long is cut off, and stops, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +48,8 @@ class Watch:
     """
 
     def __init__(self, group: Any, rank: int, size: int, store: Any) -> None:
-        self.rank, self.size, self._store = rank, size, store
+        self.rank, self.size, self._cut_off = rank, size, False
+        self._store = None if store is None else _clone(store)
         self._messages, self._failed_at, self._stop = 0, -1, threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
         if store is not None:
@@ -81,8 +83,8 @@ class Watch:
             self._failed_at = self._messages
         if self._store is not None:
             text = " ".join(reason.split())[:LENGTH].replace("\x1f", " ").replace("\x1e", " ")
-            with contextlib.suppress(RuntimeError, ValueError):  # its host may be gone, too
-                self._store.append("failures", f"{rank}\x1f{self._messages}\x1f{text}\x1e")
+            entry = f"{rank}\x1f{self._messages}\x1f{text}\x1e"
+            self._try(lambda store: store.append("failures", entry))
 
     def reason(self) -> str | None:
         """Who has failed, and why, as far as is known."""
@@ -91,30 +93,31 @@ class Watch:
 
     def behind(self) -> str | None:
         """Which ranks have completed the fewest messages, if not all as many."""
-        counts = {}
-        for rank in range(self.size):
-            value = self._read(f"life/{rank}")
-            if value is not None:
-                counts[rank] = int(value.split(b" ")[1])
+        found = self._read([f"life/{rank}" for rank in range(self.size)])
+        counts = {r: int(value.split(b" ")[1]) for r, value in enumerate(found) if value}
         if not counts or min(counts.values()) == max(counts.values()):
             return None
         least = [str(r) for r, n in counts.items() if n == min(counts.values())]
         return f"process {', '.join(least)} has not sent its part: it hangs or is far behind"
 
     def _look(self) -> None:
-        """Raise if another rank has failed or is silent."""
-        failures = self._failures()
-        if failures:
-            said = "; ".join(f"process {rank} failed: {text}" for rank, text in failures)
+        """Raise if another rank has failed or is silent, or if this one is cut off."""
+        said = [f"process {rank} failed: {text}" for rank, text in self._failures()]
+        if self._cut_off:
+            said = [
+                f"the store of the process group has not answered for {SILENT:.0f} s: this host is "
+                "cut off from that of process 0"
+            ]
+        if said:
             raise WorkerError(
-                f"process {self.rank} of {self.size} stops, because {said}. Parameters and .grad "
-                "are as before this step; restart from the last checkpoint, with any number of "
-                "processes."
+                f"process {self.rank} of {self.size} stops, because {'; '.join(said)}. Parameters "
+                "and .grad are as before this step; restart from the last checkpoint, with any "
+                "number of processes."
             )
-        now = time.monotonic()
-        for step in range(1, min(NEIGHBOURS, self.size - 1) + 1):
-            other = (self.rank + step) % self.size
-            value = self._read(f"life/{other}")
+        now, near = time.monotonic(), range(1, min(NEIGHBOURS, self.size - 1) + 1)
+        others = [(self.rank + step) % self.size for step in near]
+        found = self._read([f"life/{other}" for other in others])
+        for other, value in zip(others, found, strict=True):
             if value is None:
                 continue
             if self._seen.get(other, (b"", 0.0))[0] != value:
@@ -126,7 +129,8 @@ class Watch:
     def _failures(self) -> Sequence[tuple[int, str]]:
         """Ranks that will not send what this one waits for."""
         found = []
-        for entry in (self._read("failures") or b"").decode(errors="replace").split("\x1e"):
+        (read,) = self._read(["failures"])
+        for entry in (read or b"").decode(errors="replace").split("\x1e"):
             if entry:
                 rank, messages, text = entry.split("\x1f")
                 here = int(messages) == self._messages != self._failed_at
@@ -134,12 +138,34 @@ class Watch:
                     found.append((int(rank), text))
         return found
 
-    def _read(self, key: str) -> bytes | None:
-        try:
-            value: bytes | None = self._store.get(key) if self._store.check([key]) else None
-        except (RuntimeError, ValueError):  # the store is gone: the message will fail
-            return None
-        return value
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values of the store; None where there is none yet, or the store is gone."""
+        found: list[bytes | None] = [None] * len(keys)
+
+        def read(store: Any) -> None:
+            for number, key in enumerate(keys):
+                if store.check([key]):
+                    found[number] = store.get(key)
+
+        self._try(read)
+        return found
+
+    def _try(self, action: Callable[[Any], Any]) -> None:
+        """Use the store, in a thread: its client waits forever if no answer comes.
+
+        A store that is gone says so at once; then the next message fails.
+        """
+        if self._cut_off or self._store is None:
+            return
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                action(self._store)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(SILENT)
+        self._cut_off = thread.is_alive()
 
     def _live(self, store: Any) -> None:
         count = 0
