@@ -99,7 +99,7 @@ class Collectives(Ranks):
         """Concatenated values of all ranks, on the CPU; this rank's start at ``begin``."""
         whole = torch.zeros(total, dtype=mine.dtype)
         whole[begin : begin + len(mine)] = mine
-        return self._message(whole, "SUM")  # of one value and zeros: no rounding
+        return self._message(whole, "SUM", own=True)  # of one value and zeros: no rounding
 
     def sum_scalars(self, values: Sequence[float]) -> list[float]:
         """Sums over the ranks."""
@@ -116,7 +116,7 @@ class Collectives(Ranks):
         """Sum of the ranks' tensors."""
         flat = tensor.contiguous().view(-1)
         parts = [self._message(part, "SUM") for part in flat.split(BUCKET)]
-        return torch.cat(parts).view(tensor.shape)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(tensor.shape)
 
     def all_max(self, tensor: Tensor) -> Tensor:
         """Elementwise maximum over the ranks."""
@@ -133,19 +133,21 @@ class Collectives(Ranks):
             found: Gradients of this rank; emptied, so that no second copy remains.
             parameters: All parameters with a gradient on any rank, in the same order on all.
         """
-        order = list(dict.fromkeys(parameters))
-        known = self.all_max(torch.tensor([float(p in found) for p in order]))
         total: Gradients = {}
-        for part in _packed([p for p, has in zip(order, known.tolist(), strict=True) if has]):
+        for part in _packed(dict.fromkeys(parameters)):
             wide = torch.promote_types(torch.float32, part[0].dtype)
+            here = torch.tensor([float(p in found) for p in part]).to(part[0].device, wide)
             flat = [
                 found.pop(p).to(wide).reshape(-1)
                 if p in found
                 else torch.zeros(p.numel(), dtype=wide, device=p.device)
                 for p in part
             ]
-            summed = self.all_sum(torch.cat(flat)).split([p.numel() for p in part])
-            total |= {p: g.view(p.shape) for p, g in zip(part, summed, strict=True)}
+            sizes = [len(part), *(p.numel() for p in part)]
+            known, *summed = self.all_sum(torch.cat([here, *flat])).split(sizes)
+            for p, has, gradient in zip(part, known.tolist(), summed, strict=True):
+                if has:
+                    total[p] = gradient.view(p.shape)
         return total
 
     def check_same(self, prints: Fingerprint) -> None:
@@ -207,11 +209,13 @@ class Collectives(Ranks):
         nccl = dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
-    def _message(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
-        """A copy with the sum, the maximum, or the values of rank 0."""
+    def _message(
+        self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"], *, own: bool = False
+    ) -> Tensor:
+        """The sum, the maximum, or the values of rank 0: a copy, unless nobody else reads it."""
         self.sent += tensor.numel() * tensor.element_size()
         self.messages += 1
-        return self.exchange(tensor.clone(), how)
+        return self.exchange(tensor if own else tensor.clone(), how)
 
     def exchange(self, tensor: Tensor, how: Literal["SUM", "MAX", "FIRST"]) -> Tensor:
         """Reduce a tensor in place; simulations of many ranks override this."""

@@ -1,6 +1,7 @@
 """The clean pass of ranks that share the rows of a batch: each runs its part of the points.
 
-It sends losses and recorded outputs to the others, unless that takes longer than to compute them.
+It sends losses and recorded outputs to the others, in one message for each of their types, unless
+that takes longer than to compute them.
 """
 
 from __future__ import annotations
@@ -40,47 +41,50 @@ def shared_clean_pass(
     losses, found = passes.clean(layout.needed, embedding, rows=torch.arange(begin, end), see=see)
     record = dict(found)
     check()
-    part = _Part(ranks, begin, size)
-    losses = part.join(losses, 0)
-    calls = layout.structure.calls
-    for number in sorted(record):
-        record[number] = part.join_leaves(record[number], calls[number].leaves)
+    outputs, spec = tree_flatten(seen[0]) if seen else ([], None)
+    every = [(record[n], layout.structure.calls[n].leaves) for n in sorted(record)]
+    every.append((outputs, _outputs(layout.structure) if seen else []))
+    # Values without a batch axis are the same on all ranks.
+    mine = [(v, leaf.axis) for of in every for v, leaf in zip(*of, strict=True) if _has_rows(leaf)]
+    mine += [(losses, 0)] if embedding is None else [(losses, 0), (embedding.value, 0)]
+    whole = iter(_joined(mine, begin, size, ranks))
+    for values, leaves in every:
+        pairs = zip(values, leaves, strict=True)
+        values[:] = [next(whole) if _has_rows(leaf) else value for value, leaf in pairs]
+    losses = next(whole)
     if embedding is not None:
-        embedding.value = part.join(embedding.value, 0)
-    if seen:
-        leaves, spec = tree_flatten(seen[0])
-        joined = part.join_leaves(leaves, _outputs(layout.structure))
-        seen[0] = tree_unflatten(joined, spec)
+        embedding.value = next(whole)
+    if seen and spec is not None:
+        seen[0] = tree_unflatten(outputs, spec)
     return losses, record
 
 
-class _Part:
-    """This rank's part of the points.
+def _joined(
+    mine: Sequence[tuple[Tensor, int]], begin: int, size: int, ranks: Ranks
+) -> list[Tensor]:
+    """The parts of all ranks along an axis of each tensor.
 
     Args:
-        ranks: The ranks.
+        mine: Tensors of this rank's points, and their axis.
         begin: Its first point.
         size: Points of the batch.
+        ranks: The ranks.
     """
-
-    def __init__(self, ranks: Ranks, begin: int, size: int) -> None:
-        self._ranks, self._begin, self._size = ranks, begin, size
-
-    def join(self, mine: Tensor, axis: int) -> Tensor:
-        """The parts of all ranks along an axis."""
-        rows = mine.movedim(axis, 0)
-        width = rows[0].numel()
-        sent = rows.reshape(-1).to(_sent_as(mine.dtype))
-        whole = self._ranks.all_gather(sent, self._begin * width, self._size * width)
-        whole = whole.to(mine.device, mine.dtype).view(self._size, *rows.shape[1:])
-        return whole.movedim(0, axis).contiguous()
-
-    def join_leaves(self, mine: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """Leaves of a call's output; those without a batch axis are the same on all ranks."""
-        return [
-            self.join(value, leaf.axis) if _has_rows(leaf) else value
-            for value, leaf in zip(mine, leaves, strict=True)
-        ]
+    rows = [tensor.movedim(axis, 0) for tensor, axis in mine]
+    found: dict[int, Tensor] = {}
+    for kind in dict.fromkeys(_sent_as(tensor.dtype) for tensor in rows):
+        at = [i for i, tensor in enumerate(rows) if _sent_as(tensor.dtype) == kind]
+        # A point's values of all tensors are neighbours, since a rank sends one piece.
+        sent = torch.cat([rows[i].reshape(len(rows[i]), -1).to("cpu", kind) for i in at], 1)
+        width = sent.size(1)
+        whole = ranks.all_gather(sent.reshape(-1), begin * width, size * width).view(size, width)
+        parts = whole.split([rows[i][0].numel() for i in at], 1)
+        found |= dict(zip(at, parts, strict=True))
+    wholes = []
+    for i, (tensor, axis) in enumerate(mine):
+        part = found[i].to(tensor.device, tensor.dtype).reshape(size, *rows[i].shape[1:])
+        wholes.append(part.movedim(0, axis).contiguous())
+    return wholes
 
 
 def _has_rows(leaf: Any) -> bool:

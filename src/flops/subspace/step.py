@@ -174,7 +174,7 @@ class ShapedStep:
         if outputs is not None and self._view is not None:
             seen = (outputs, self._view)
         design = self._design
-        measurements = design.measurements(points, derivatives, seen)
+        measurements = every = design.measurements(points, derivatives, seen)
         replicas, first = self._replicas, 0
         if self._fitters is not None:
             replicas, first = self._fitters, self._fitters.offset
@@ -202,11 +202,13 @@ class ShapedStep:
             memory["moments"] = [m.to_memory() for m in moments]
             memory["shaped_steps"] = steps + 1
             memory["sees_outputs"] = outputs is not None
-            if features is not None and self._mean is not None:
+            if every.features is not None and self._mean is not None:
                 with full_precision(space.device):
                     # The first directions are the best prior of a step that had none.
                     known = leading(space.grids, moments, 0) if warm else None
-                    self._mean = self._mean.updated(measurements, features, replicas, known)
+                    # Its equations are larger than what they are made of: fitters send none.
+                    joint = replicas if self._fitters is None else None
+                    self._mean = self._mean.updated(every, every.features, joint, known)
                 memory["mean_jacobian"] = dict(vars(self._mean))
         eta = 1.0
         if warm and (outputs is None or not whole > 0 or shaping.unbiased):
