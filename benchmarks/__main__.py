@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.real import MODELS, ROWS, WHAT
+from benchmarks.scale import METHODS
 from flops import PrecisionWarning
 
 PARTS = {
@@ -49,6 +50,13 @@ PARTS = {
     "last_tokens": "where the gradient of SmolLM2 is, and cosines with noise on the last tokens",
     "align_cost_smollm2": "the same with SmolLM2-135M, batch 8; needs `make real-models`",
 }
+OPTIONS = {  # parts that have each option
+    "rows": ("real",),
+    "models": ("real", "scale"),
+    "steps": ("real", "scale"),
+    "methods": ("scale",),
+    "what": ("real",),
+}
 OUTPUT = Path(__file__).with_name("results.json")
 
 
@@ -61,18 +69,22 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"any of {', '.join(PARTS)}; all by default")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file for the results")
     parser.add_argument("--threads", type=int, help="number of torch threads; default: torch's own")
-    real = parser.add_argument_group("part 'real'")
+    real = parser.add_argument_group("parts 'real' and 'scale'")
     real.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
     real.add_argument(
         "--models", nargs="+", choices=MODELS, metavar="MODEL", help=", ".join(MODELS)
     )
     real.add_argument("--steps", type=int, help="steps of a row behind its first")
+    real.add_argument(
+        "--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS)
+    )
     real.add_argument("--what", nargs="+", choices=WHAT, help="memory, time; both by default")
     given = parser.parse_args()
-    chosen = {key: getattr(given, key) for key in ("rows", "models", "steps", "what")}
+    chosen = {key: getattr(given, key) for key in OPTIONS}
     chosen = {key: value for key, value in chosen.items() if value is not None}
-    if chosen and given.parts != ["real"]:
-        parser.error(f"--{next(iter(chosen))} is for the part 'real' alone")
+    for key in chosen:
+        if given.parts not in [[part] for part in OPTIONS[key]]:
+            parser.error(f"--{key} is for the part {' or '.join(map(repr, OPTIONS[key]))} alone")
     for name in given.parts:
         if name not in PARTS:
             parser.error(f"unknown part '{name}', choose from {', '.join(PARTS)}")

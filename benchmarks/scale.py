@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,12 +32,12 @@ from benchmarks.scaling import settle
 from flops import ForwardGradient
 from flops.engine.collectives import Collectives
 from flops.engine.fingerprint import Fingerprint
-from flops.training.methods import Method, engine
+from flops.training.methods import Method, MethodName, engine
 
 LATENCY = 50e-6  # seconds: data centre Ethernet, sockets
 BANDWIDTHS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}  # bytes per second
 SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
-METHODS = ("shaped-lr", "lr", "mezo")
+METHODS: tuple[MethodName, ...] = ("shaped-lr", "lr", "mezo")
 QUERIES = 20
 WARM, STEPS = 2, 2
 
@@ -115,7 +116,11 @@ def table(alone: Measured, one: Measured, sizes: Sequence[int] = SIZES) -> dict[
     return row
 
 
-def run(models: Sequence[str] = ("smollm2-48", "vit-base"), steps: int = STEPS) -> dict[str, Any]:
+def run(
+    models: Sequence[str] = ("smollm2-48", "vit-base"),
+    steps: int = STEPS,
+    methods: Sequence[MethodName] = METHODS,
+) -> dict[str, Any]:
     """Constants and efficiencies of every method and model."""
     warnings.simplefilter("ignore")
     threads = torch.get_num_threads()
@@ -127,7 +132,8 @@ def run(models: Sequence[str] = ("smollm2-48", "vit-base"), steps: int = STEPS) 
             continue
         problem: Problem = MODELS[name]()
         problem.model.requires_grad_(True)
-        for method in METHODS:
+        for method in methods:
+            sys.stderr.write(f"scale: {name}, {method}\n")
             make = partial(engine, problem.model, problem.loss_fn, Method(method, QUERIES))
             found = [
                 measure(make, problem.inputs, problem.targets, size, steps) for size in (1, 1024)

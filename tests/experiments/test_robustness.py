@@ -172,6 +172,15 @@ def test_a_run_of_finetune_is_the_model_trained_here(done: Path, tmp_path: Path)
     assert read_run(tmp_path / "run").digest == read_run(settings.place(done)).digest
 
 
+def test_a_run_with_automatic_queries_can_be_studied(tmp_path: Path) -> None:
+    main(
+        ["finetune", "--queries", "auto", "--limit", "24", "--steps", "1", "--batch", "12",
+         "--no-plots", "--output", str(tmp_path / "run")]
+    )  # fmt: skip
+    study(tmp_path / "study", "--runs", str(tmp_path / "run"), "--limit", "12")
+    assert "auto queries" in (tmp_path / "study" / "tables.md").read_text(encoding="utf-8")
+
+
 def test_clean_accuracy_is_that_of_training(tmp_path: Path) -> None:
     output = str(tmp_path / "run")
     config = FinetuneConfig(method="bp", limit=48, epochs=2, batch=16, test=True, output=output)

@@ -167,10 +167,12 @@ def start(stack: ExitStack, command: list[str], log: Any = subprocess.PIPE) -> A
 
 
 def end(popen: Any) -> None:
-    """End an agent and its workers, which it could not end any more."""
-    for process in [*workers(popen.pid), popen.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    """End an agent that still runs, and its workers, which it could not end any more."""
+    if popen.poll() is None:
+        popen.send_signal(signal.SIGSTOP)  # else it starts others
+        for process in [*workers(popen.pid), popen.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def newest(folder: Path) -> int:

@@ -52,6 +52,8 @@ def test_a_config_survives_json() -> None:
     [
         ({"epoch": 3}, "unknown setting 'epoch'; did you mean 'epochs'"),
         ({"zzz": 3}, "known are"),
+        ({"queries": "many"}, "queries must be a number or auto, not 'many'"),
+        ({"queries": 0.0}, "queries must be greater than 0 or auto, not 0.0"),
         ({"epochs": "3"}, "epochs must be an integer, or None, not '3'"),
         ({"epochs": True}, "epochs must be"),
         ({"epochs": 1.5}, "epochs must be"),

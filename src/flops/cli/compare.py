@@ -95,7 +95,8 @@ class Compare:
     data: str = DEFAULTS.data
     """The embedded digits, another named data set, a data set id of the hub, or a folder."""
     queries: float | Literal["auto"] = DEFAULTS.queries
-    """Mean queries per point and group; auto chooses them step by step, not for deepzero."""
+    """Mean queries per point and group; auto chooses them step by step (not for deepzero), so that
+    a budget of None, from the first two steps, is only about what the epochs cost."""
     batch: int = DEFAULTS.batch
     """Batch size."""
     targets: Targets | None = None
@@ -211,7 +212,8 @@ class CompareText:
     stages: int | None = TEXT.stages
     """Number of groups of layers; None for the method's default."""
     queries: float | Literal["auto"] = 10.0
-    """Mean queries per point and group; auto chooses them step by step, not for deepzero."""
+    """Mean queries per point and group; auto chooses them step by step (not for deepzero), so that
+    a budget of None, from the first two steps, is only about what the steps cost."""
     batch: int = TEXT.batch
     """Batch size."""
     targets: Targets | None = None

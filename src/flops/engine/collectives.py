@@ -361,7 +361,8 @@ def _packed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     part: list[nn.Parameter] = []
     for p in parameters:
         alike = not part or (part[0].dtype, part[0].device) == (p.dtype, p.device)
-        if part and (not alike or sum(q.numel() for q in part) + p.numel() > BUCKET):
+        # A message has a flag for each, too.
+        if part and (not alike or sum(q.numel() + 1 for q in part) + p.numel() + 1 > BUCKET):
             yield part
             part = []
         part.append(p)

@@ -39,6 +39,8 @@ MANY = 8  # shared draws whose noise takes longer than a message: 1.3 ns and 6.4
 class Idle(Estimation):
     """A step without queries and without a gradient."""
 
+    joint = True  # nothing to be summed
+
     def plan(self) -> Plan | None:
         """Nothing to run."""
         return None

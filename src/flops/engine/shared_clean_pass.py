@@ -1,12 +1,12 @@
 """The clean pass of ranks that share the rows of a batch: each runs its part of the points.
 
-It sends losses and recorded outputs to the others, in one message for each of their types, unless
-that takes longer than to compute them.
+It sends losses and recorded outputs to the others, several in a message, unless that takes longer
+than to compute them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from flops.passes.replay import Passes
 from flops.passes.structure import FEW, FOLDED, Leaf, Structure
 
 LEAST = 2  # points of a rank: one-row kernels round differently
+BUCKET = 1 << 22  # values of a message that more than one tensor shares
 WORTH = 100  # FLOPs of a pass for each value that is sent: about what both take on two cores
 
 
@@ -72,8 +73,8 @@ def _joined(
     """
     rows = [tensor.movedim(axis, 0) for tensor, axis in mine]
     found: dict[int, Tensor] = {}
-    for kind in dict.fromkeys(_sent_as(tensor.dtype) for tensor in rows):
-        at = [i for i, tensor in enumerate(rows) if _sent_as(tensor.dtype) == kind]
+    for at in _messages(rows, size):
+        kind = _sent_as(rows[at[0]].dtype)
         # A point's values of all tensors are neighbours, since a rank sends one piece.
         sent = torch.cat([rows[i].reshape(len(rows[i]), -1).to("cpu", kind) for i in at], 1)
         width = sent.size(1)
@@ -85,6 +86,21 @@ def _joined(
         part = found[i].to(tensor.device, tensor.dtype).reshape(size, *rows[i].shape[1:])
         wholes.append(part.movedim(0, axis).contiguous())
     return wholes
+
+
+def _messages(rows: Sequence[Tensor], size: int) -> Iterator[list[int]]:
+    """Numbers of tensors of one type that fit into a message."""
+    for kind in dict.fromkeys(_sent_as(tensor.dtype) for tensor in rows):
+        at, values = list[int](), 0
+        for i, tensor in enumerate(rows):
+            if _sent_as(tensor.dtype) != kind:
+                continue
+            more = size * tensor[0].numel()
+            if at and values + more > BUCKET:
+                yield at
+                at, values = [], 0
+            at, values = [*at, i], values + more
+        yield at
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -31,6 +31,10 @@ LOOK = 0.5  # seconds between looks
 NEIGHBOURS = 4  # ranks whose signs of life a rank reads; they tell the others
 SHORTEST, LONGEST = 20e-6, 2e-3  # seconds between looks at a message
 LENGTH = 400  # characters of a reason
+CUT_OFF = (
+    "the store of the process group does not answer any more: this host is cut off from that of "
+    "process 0"
+)
 
 
 class WorkerError(FlopsError, RuntimeError):
@@ -89,12 +93,13 @@ class Watch:
     def reason(self) -> str | None:
         """Who has failed, and why, as far as is known."""
         found = [f"process {rank}: {text}" for rank, text in self._failures()]
-        return "; ".join(dict.fromkeys(found)) or None
+        return "; ".join(dict.fromkeys(found)) or (CUT_OFF if self._cut_off else None)
 
     def behind(self) -> str | None:
         """Which ranks have completed the fewest messages, if not all as many."""
         found = self._read([f"life/{rank}" for rank in range(self.size)])
         counts = {r: int(value.split(b" ")[1]) for r, value in enumerate(found) if value}
+        counts[self.rank] = self._messages
         if not counts or min(counts.values()) == max(counts.values()):
             return None
         least = [str(r) for r, n in counts.items() if n == min(counts.values())]
@@ -104,16 +109,9 @@ class Watch:
         """Raise if another rank has failed or is silent, or if this one is cut off."""
         said = [f"process {rank} failed: {text}" for rank, text in self._failures()]
         if self._cut_off:
-            said = [
-                f"the store of the process group has not answered for {SILENT:.0f} s: this host is "
-                "cut off from that of process 0"
-            ]
+            said = [CUT_OFF]
         if said:
-            raise WorkerError(
-                f"process {self.rank} of {self.size} stops, because {'; '.join(said)}. Parameters "
-                "and .grad are as before this step; restart from the last checkpoint, with any "
-                "number of processes."
-            )
+            raise self._stopped("; ".join(said))
         now, near = time.monotonic(), range(1, min(NEIGHBOURS, self.size - 1) + 1)
         others = [(self.rank + step) % self.size for step in near]
         found = self._read([f"life/{other}" for other in others])
@@ -123,8 +121,15 @@ class Watch:
             if self._seen.get(other, (b"", 0.0))[0] != value:
                 self._seen[other] = (value, now)
             elif now - self._seen[other][1] > SILENT:
-                self.fail(f"no sign of life for {SILENT:.0f} s: it was stopped or cut off", other)
-                self._look()
+                reason = f"no sign of life for {SILENT:.0f} s: it was stopped or cut off"
+                self.fail(reason, other)
+                raise self._stopped(f"process {other} failed: {reason}")
+
+    def _stopped(self, why: str) -> WorkerError:
+        return WorkerError(
+            f"process {self.rank} of {self.size} stops, because {why}. Parameters and .grad are as "
+            "before this step; restart from the last checkpoint, with any number of processes."
+        )
 
     def _failures(self) -> Sequence[tuple[int, str]]:
         """Ranks that will not send what this one waits for."""
@@ -148,7 +153,7 @@ class Watch:
                     found[number] = store.get(key)
 
         self._try(read)
-        return found
+        return [None] * len(keys) if self._cut_off else found
 
     def _try(self, action: Callable[[Any], Any]) -> None:
         """Use the store, in a thread: its client waits forever if no answer comes.

@@ -29,6 +29,7 @@ from flops.experiments.robustness_tables import (
     write_csv,
 )
 from flops.experiments.robustness_trials import Strengths, measure
+from flops.report.html import shown_value
 from flops.report.table import Sheet
 from flops.storage.disk import MEASURED, writing
 from flops.storage.files import atomic_write
@@ -118,7 +119,7 @@ def _trained(config: FinetuneConfig) -> str:
     if config.sigma and config.method != BASE:
         said += f", sigma {' '.join(f'{value:g}' for value in config.sigma)}"
     if config.method != BASE:
-        said += f", {config.queries:g} queries"
+        said += f", {shown_value(config.queries)} queries"
     if config.epochs is not None:
         said += f", {config.epochs} epoch{'s' if config.epochs > 1 else ''}"
     return said if config.budget is None else f"{said}, {config.budget:g} forward equivalents"

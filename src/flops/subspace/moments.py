@@ -352,7 +352,7 @@ class Weights:
 
     In proportion to the eigenvalues they are best if directions differ in energy alone, and their
     noise is larger than that. The flat share f keeps the weak ones, which may have other gradients
-    along the other axis. By their mean, tr(W M) = tr(M): the energy of the site stays.
+    along the other axis. By their mean, tr(W M) = tr(M): the energy of a Kronecker product stays.
 
     Attributes:
         vectors: Eigenvectors.

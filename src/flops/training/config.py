@@ -139,15 +139,22 @@ class RunConfig(BaseModel):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
             return f"unknown setting '{name}'; {hint}"
-        said = found["msg"].removeprefix("Input should be ")
-        allowed = TYPES.get(kind, said.replace("greater than or equal to", "at least"))
-        if kind == "literal_error":
-            allowed = context["expected"].replace("'", "")
+        each = [_allowed(one) for one in error.errors() if one["loc"][:1] == (name,)]
+        allowed = " or ".join(dict.fromkeys(each))  # of each type of a union
         if type(None) in getattr(cls.model_fields[name].annotation, "__args__", ()):
             allowed += ", or None"
         given = found["input"]
         shown = f"{given!r}" if not isinstance(given, int) or abs(given) < 2**64 else "so large"
         return f"{name} must be {allowed}, not {shown}"
+
+
+def _allowed(error: Any) -> str:
+    """What a value must be."""
+    if error["type"] == "literal_error":
+        expected: str = error["ctx"]["expected"].replace("'", "")
+        return expected
+    said: str = error["msg"].removeprefix("Input should be ")
+    return TYPES.get(error["type"], said.replace("greater than or equal to", "at least"))
 
 
 Settings = TypeVar("Settings", bound=RunConfig)

@@ -66,8 +66,8 @@ class Method:
         name: Name of the method.
         queries: Mean queries per point and group. Those of mezo and lozo (2), fzoo (8) and jvp (1)
             are their authors', for the whole model. "auto" chooses them step by step, where draws
-            are those of each point; with shaped-lr the groups are those of
-            ``ForwardGradient(model, loss_fn)``, which withhold unreliable gradients.
+            are those of each point; shaped-lr then withholds unreliable gradients, too, as
+            ``ForwardGradient(model, loss_fn)`` does.
         sigma: Noise scale: one for all groups, or one per stage of layers (modules before and after
             them take the first and the last). None is automatic for shaped-lr, 1e-3 for the others.
         targets: What likelihood ratio perturbs; None is "leaf" for lr and ops-lr, "stage" for
