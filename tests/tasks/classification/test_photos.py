@@ -50,4 +50,4 @@ def test_grocery_photos(tmp_path, monkeypatch):
     options = ("--data", folder, "--model", tmp_path / "colour", "--queries", 8, "--batch", 16)
     before, *_, after = finetune(tmp_path / "run", *options, "--epochs", 5)
     assert before["accuracy"] < 0.15
-    assert after["test"] > 0.16
+    assert after["test"] > 0.28
