@@ -56,6 +56,7 @@ OPTIONS = {  # parts that have each option
     "steps": ("real", "scale"),
     "methods": ("scale",),
     "what": ("real",),
+    "repeats": ("scaling",),
 }
 OUTPUT = Path(__file__).with_name("results.json")
 
@@ -79,6 +80,8 @@ def main() -> None:
         "--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS)
     )
     real.add_argument("--what", nargs="+", choices=WHAT, help="memory, time; both by default")
+    pairs = parser.add_argument_group("part 'scaling'")
+    pairs.add_argument("--repeats", type=int, help="of all measurements; 3 by default")
     given = parser.parse_args()
     chosen = {key: getattr(given, key) for key in OPTIONS}
     chosen = {key: value for key, value in chosen.items() if value is not None}
