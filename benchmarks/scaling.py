@@ -2,8 +2,10 @@
 
 Two processes run every method in three ways, one after the other: data parallel (each its own batch
 of 64), query parallel (both the same batch of 64), and unrelated to each other, which is the limit
-of the machine. One process runs it with a batch of 64, before and after. The 384-wide ViT has the
-layers of ViT-small (`benchmarks.overhead`), the other is the bundled one.
+of the machine. One process runs it with a batch of 64, before. The FLOPs of one more step are
+counted: those of one of two ranks over those of one process are how well the work is divided,
+whatever the machine. The 384-wide ViT has the layers of ViT-small (`benchmarks.overhead`), the
+other is the bundled one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.overhead import wide_vit
 from benchmarks.quality import BATCH, finetuned, loss_fn, thirds
@@ -70,15 +73,14 @@ def run(repeats: int = REPEATS) -> dict[str, Any]:
     """Ratios of rows per second, the median over the repeats."""
     one: dict[str, list[float]] = {name: [] for name in CASES}
     two: dict[str, dict[str, list[float]]] = {n: {w: [] for w in WAYS} for n in CASES}
+    counted: dict[tuple[int, str, str], float] = {}
     for repeat in range(repeats):
         for processes in (1, 2):
             sys.stderr.write(f"scaling: repeat {repeat + 1} of {repeats}, processes: {processes}\n")
-            for name, rates in launch(processes).items():
-                if processes == 1:
-                    one[name].append(rates["unrelated"])
-                else:
-                    for way, rate in rates.items():
-                        two[name][way].append(rate)
+            for name, found in launch(processes).items():
+                for way, (speed, count) in found.items():
+                    (one[name] if processes == 1 else two[name][way]).append(speed)
+                    counted[processes, name, way] = count
     results = {}
     for name, case in CASES.items():
         row: dict[str, Any] = {}
@@ -92,13 +94,14 @@ def run(repeats: int = REPEATS) -> dict[str, Any]:
                 "wanted": wanted,
                 "limit": statistics.median(limit),
                 "over the limit": statistics.median(ratios) / statistics.median(limit),
+                "FLOPs of a rank": counted[2, name, way] / counted[1, name, "unrelated"],
             }
         results[name] = {**row, "rows per second, 1 process": statistics.median(one[name])}
     return results
 
 
-def launch(processes: int) -> dict[str, dict[str, float]]:
-    """Rows per second of every method and way, from separate processes."""
+def launch(processes: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """Rows per second, and FLOPs of a step, of every method and way, from separate processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "benchmarks.scaling"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -107,7 +110,7 @@ def launch(processes: int) -> dict[str, dict[str, float]]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -117,7 +120,7 @@ def work() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     train = digits().train
     small, wide = finetuned(train, 60), wide_vit()
-    rates: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, tuple[float, float]]] = {}
     for name, case in CASES.items():
         model, ways = wide if case.wide else small, [*case.wanted, "unrelated"]
         chosen = ["unrelated"] if size == 1 else ways
@@ -135,8 +138,8 @@ def settle(fg: ForwardGradient) -> None:
             memory["jacobian_energy"] = (8 * total / count, 8)
 
 
-def rate(case: Case, model: Any, train: Any, way: str, rank: int) -> float:
-    """Rows per second of all processes together."""
+def rate(case: Case, model: Any, train: Any, way: str, rank: int) -> tuple[float, float]:
+    """Rows per second of all processes together, and the FLOPs of a step of this one."""
     first = rank * BATCH if way == "data" else 0
     rows = torch.arange(first, first + BATCH)
     x, y = train.images[rows], train.labels[rows]
@@ -163,7 +166,9 @@ def rate(case: Case, model: Any, train: Any, way: str, rank: int) -> float:
     mine = done / own if way == "unrelated" else done / (time.perf_counter() - started)
     total = torch.tensor([mine if way == "unrelated" or rank == 0 else 0.0], dtype=torch.float64)
     dist.all_reduce(total)
-    return float(total)
+    with FlopCounterMode(display=False) as counter:
+        fg.estimate(x, y, index=rows)
+    return float(total), float(counter.get_total_flops())
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ ALLOCATORS = {
 COST: dict[str, dict[str, Any]] = {
     "backpropagation": {"method": "backpropagation", "epochs": 6},
     "automatic": {"method": "default", "epochs": 12},
-    "4 queries": {"queries": 4, "epochs": 12},
-    "8 queries": {"queries": 8, "epochs": 8},
-    "20 queries": {"queries": 20, "epochs": 6},
+    "4 queries": {"method": "fixed", "queries": 4, "epochs": 12},
+    "8 queries": {"method": "fixed", "queries": 8, "epochs": 10},
+    "20 queries": {"method": "fixed", "queries": 20, "epochs": 8},
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "backpropagation": {"method": "backpropagation"},

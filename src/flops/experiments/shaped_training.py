@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flops import presets
 from flops.allocators import Allocator, Equal, Gaussian, Neyman
+from flops.engine.auto_groups import default_groups
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
 from flops.engine.report import StepReport
@@ -48,8 +49,8 @@ class TrainingRun:
     """Settings of one run.
 
     Attributes:
-        method: "shaped" or "isotropic" noise, "default" (nothing set), "paper", or
-            "backpropagation".
+        method: "shaped" or "isotropic" noise in thirds, "default" (nothing set), "fixed" (the same
+            with a number of queries), "paper", or "backpropagation".
         targets: What likelihood ratio perturbs.
         queries: Mean queries per point and stage.
         epochs: Epochs.
@@ -165,6 +166,13 @@ def _explained(report: StepReport, name: str) -> float:
 def _engine(model: Any, settings: TrainingRun) -> ForwardGradient:
     if settings.method == "default":
         return ForwardGradient(model, loss_fn, seed=settings.seed)
+    if settings.method == "fixed":
+        groups = [
+            replace(group, queries=settings.queries)
+            for group in default_groups(dict(model.named_modules()))
+        ]
+        allocator = ALLOCATORS[settings.allocator]()
+        return ForwardGradient(model, loss_fn, groups, allocator=allocator, seed=settings.seed)
     if settings.method == "paper":
         groups = presets.paper(model, queries=settings.queries)
         return ForwardGradient(model, loss_fn, groups, allocator=Gaussian(), seed=settings.seed)
