@@ -5,6 +5,9 @@ Every error here is raised before parameters or ``.grad`` are changed.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 
 class FlopsError(Exception):
     """Base class of all errors of this library."""
@@ -36,3 +39,16 @@ class BackwardError(FlopsError, RuntimeError):
 
 class PrecisionWarning(UserWarning):
     """Loss differences are so small that rounding dominates the directional derivatives."""
+
+
+def check_least(least: Mapping[str, float], given: object) -> None:
+    """Check options of a command, attributes of ``given``; None is allowed.
+
+    Raises:
+        FlopsError: Names the first that is below its bound, or no finite number.
+    """
+    for name, bound in least.items():
+        value = getattr(given, name)
+        if value is not None and not bound <= value < math.inf:
+            option = "--" + name.replace("_", "-")
+            raise FlopsError(f"{option} must be at least {bound:g}, not {value}")

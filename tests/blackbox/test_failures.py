@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flops import SPSA, LikelihoodRatio, Shaping
 from flops.blackbox import FailureError, OnFailure, Outputs, Tuner
+from flops.blackbox.failures import FailureMeter
 from flops.blackbox.objective import Candidates, ObjectiveError
 from flops.errors import FlopsError
 from tests.support.tuned_functions import START, A, N, make, quadratic
@@ -173,7 +174,8 @@ def test_a_call_that_raises_is_repeated_then_split_then_left_out() -> None:
         return quadratic(parameters, points)
 
     tuner = make(broken, on_failure=OnFailure(retries=1, wait=0.0))
-    report = tuner.step()
+    with pytest.warns(RuntimeWarning, match=r"several rows failed .*broken\), a row alone did not"):
+        report = tuner.step()
     assert sorted(map(tuple, calls[:2])) == [tuple(calls[0])] * 2  # the batch, and its retry
     assert calls[2:7].count([3]) == 1
     assert report.failed == 1
@@ -216,6 +218,7 @@ def test_no_loss_is_evaluated_again_beyond_the_budget() -> None:
     assert tuner.steps == 1
 
 
+@pytest.mark.filterwarnings("ignore:a call with several rows failed")
 def test_a_call_that_takes_too_long_is_a_failure() -> None:
     def slow(parameters: Tensor, points: Tensor) -> Tensor:
         if points.tolist() == [3] or (len(points) == N and 3 in points.tolist()):
@@ -242,7 +245,7 @@ def test_too_many_failures_stop_the_run_and_nothing_is_lost(tmp_path) -> None:
 
     policy = OnFailure(retries=1, wait=0.0)
     tuner = make(service, journal=tmp_path / "run.db", on_failure=policy)
-    with pytest.raises(FailureError, match=r"rows failed.*share = 0.5.*ConnectionError.*down"):
+    with pytest.raises(FailureError, match=r"all of 5 rows failed.*ConnectionError.*down"):
         list(tuner.run(until=5))
     assert tuner.steps == 3
     tuner.close()
@@ -309,3 +312,11 @@ def test_outputs_are_learned_from_the_rows_that_arrived() -> None:
     F.cross_entropy(logits, labels).backward()
     assert at.grad is not None
     assert float(F.cosine_similarity(Recorded.seen, at.grad, dim=0)) > 0.95
+
+
+def test_a_share_of_failures_names_its_option() -> None:
+    meter = FailureMeter(0.5)
+    meter.check(40, 39, "down")  # too few rows to judge by
+    meter.close(40, 10)
+    with pytest.raises(FailureError, match=r"41 of the last 80 rows failed, and 50% may \(on_fail"):
+        meter.check(40, 31, "down")

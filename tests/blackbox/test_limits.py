@@ -164,7 +164,7 @@ def test_a_changed_setting_is_named(change, message, tmp_path) -> None:
     Tuner(torch.zeros(3), journal=tmp_path / "run.db", **given).close()
     with pytest.raises(JournalError, match=message):
         Tuner(torch.zeros(3), journal=tmp_path / "run.db", **(given | change))
-    with pytest.raises(JournalError, match="start was"):
+    with pytest.raises(JournalError, match="start has other values"):
         Tuner(torch.ones(3), journal=tmp_path / "run.db", **given)
     Tuner(torch.zeros(3), journal=tmp_path / "run.db", budget=9, price=1.0, **given).close()
 

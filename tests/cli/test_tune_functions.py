@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -138,3 +142,47 @@ def test_options_that_do_not_fit_are_explained(options, message, here) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["tune", *options, "--output", "out"])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_program_ends_with_its_tuner(here, number) -> None:
+    (here / "hang.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "pathlib.Path('started').touch()\n"
+        "time.sleep(60)\n"
+    )
+
+    def interrupt() -> None:
+        while not (here / "started").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    began, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
+    command = f"{sys.executable} hang.py {{input}}"
+    with pytest.raises(SystemExit) as left:
+        main(["tune", "--command", command, "--dimensions", "3", "--methods", "lr"])
+    assert "stopped; no evaluation is lost" in str(left.value)
+    assert time.monotonic() - began < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((here / "pid").read_text()), 0)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_budget_below_a_step_is_named(here, capsys) -> None:
+    main([*SMALL.split(), "--methods", "lr", "--budget", "60", "--output", "a"])
+    said = capsys.readouterr().out
+    assert "0 steps (budget)" in said
+    assert "lr made no step: the budget does not reach the first" in said
+
+
+@pytest.mark.parametrize("option", ["sigma", "queries", "step-sizes", "timeout", "price"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_settings_that_are_no_number_are_refused_before_anything_is_paid(
+    here, option, value
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([*SMALL.split(), f"--{option}", value])
+    assert f"--{option} must be" in str(refused.value)
+    assert not (here / "runs").exists()

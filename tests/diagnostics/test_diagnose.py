@@ -171,5 +171,5 @@ def test_own_model_and_data(task: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_bad_arguments_fail(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["diagnose", "--bogus", "1"])
-    with pytest.raises(SystemExit, match="batch >= 2"):
+    with pytest.raises(SystemExit, match="--batch must be at least 2"):
         main(["diagnose", "--batch", "1"])

@@ -13,7 +13,7 @@ from flops.cli.main import main
 from flops.experiments.compare import cost_of_length
 from flops.experiments.compare_runs import ComparisonRun, MethodComparison, measure
 from flops.experiments.compare_sweep import SWEEP_SEED, Chosen, Tried, sweep
-from flops.experiments.compare_tables import differences, sentence, sweep_table, table
+from flops.experiments.compare_tables import above, differences, sentence, sweep_table, table
 from flops.tasks.classification.config import FinetuneConfig
 from flops.training.methods import MethodName
 
@@ -252,6 +252,15 @@ def test_tables_say_what_was_seen() -> None:
     assert "ops-lr is 32.0 points below backpropagation" in said
 
 
+def test_methods_above_the_budget_are_named() -> None:
+    results: Any = {"bp": [result(0.9, 0.9)], "lr": [result(0.5, 0.5)]}
+    assert above(results, 2e6) == ""
+    results["lr"][0]["at_budget"] = evaluation(0.5, 3e6)
+    assert "Above the budget" in above(results, 2e6)
+    assert "lr (3,000,000)" in above(results, 2e6)
+    assert "bp" not in above(results, 2e6)
+
+
 def test_one_seed_has_no_differences_and_no_sweep_no_table() -> None:
     assert differences({"lr": [result(0.5, 0.5)], "mezo": [result(0.1, 0.1)]}) is None
     assert sweep_table({}) is None
@@ -264,14 +273,18 @@ def test_a_run_is_a_training_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    # DeepZero's pruning alone takes 2,328 passes before the first step.
-    ["lr", pytest.param("deepzero", marks=pytest.mark.slow)],
+    ("method", "batch", "steps"),
+    [
+        ("lr", 3, (6, 7)),  # a step is cheap beside the tracing
+        ("lr", 64, (2,)),  # more than all points
+        # DeepZero's pruning alone takes 2,328 passes before the first step.
+        pytest.param("deepzero", 3, (6, 7), marks=pytest.mark.slow),
+    ],
 )
 def test_the_budget_is_what_the_epochs_cost_also_after_a_dear_first_step(
-    method: MethodName, tmp_path: Path
+    method: MethodName, batch: int, steps: tuple[int, ...], tmp_path: Path
 ) -> None:
-    base = FinetuneConfig(limit=9, batch=3, queries=4)
+    base = FinetuneConfig(limit=9, batch=batch, queries=4)
     study = MethodComparison(
         (method,), 1, 2, None, (1e-3,), (1e-3,), 1, base, tmp_path, 0, Console(quiet=True)
     )
@@ -279,4 +292,4 @@ def test_the_budget_is_what_the_epochs_cost_also_after_a_dear_first_step(
     found = measure(study.run(method, 1e-3, 1e-3, budget=cost))
     spent = found["at_epochs"]["forward_equivalents"]
     assert spent <= cost <= 1.05 * spent
-    assert found["at_budget"]["step"] in (6, 7)  # a step is cheap beside the pruning
+    assert found["at_budget"]["step"] in steps

@@ -131,7 +131,7 @@ def test_the_command_asks_for_what_its_options_say(tmp_path: Path) -> None:
     )
     assert len(found.lengths) == 2
     assert len(found.rates) == 3
-    with pytest.raises(SystemExit, match="at least one seed"):
+    with pytest.raises(SystemExit, match="--seeds must be at least 1, not 0"):
         main(["study", "shaped", "--output", str(tmp_path), "--seeds", "0"])
 
 

@@ -178,10 +178,16 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_taken(
         file.unlink()
     else:
         file.write_bytes(new[kind])
-    with pytest.warns(UserWarning, match=r"step-00000002 is damaged.*from step-00000001, which"):
+    before = sorted(tmp_path.rglob("*"))
+    said = r"step-00000002 is damaged.*taking step-00000001, which is intact"
+    with pytest.warns(UserWarning, match=said):
+        found = checkpoints.last_intact(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before  # only looked at
+    with pytest.warns(UserWarning, match=said):
         restored = checkpoints.restore(tmp_path)
+    assert found is not None
     assert restored is not None
-    assert restored[1]["step"] == 1
+    assert found[1]["step"] == restored[1]["step"] == 1
     again = checkpoints.restore(tmp_path)  # the damaged one is out of the way now
     assert again is not None
     assert again[1]["step"] == 1

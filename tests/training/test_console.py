@@ -37,6 +37,18 @@ def test_plain_lines_when_there_is_no_terminal() -> None:
     assert len(shown) == 6
 
 
+def test_a_resumed_run_prints_what_an_uninterrupted_one_does(tmp_path) -> None:
+    def last(name: str, epochs: int, resume: bool = False) -> str:
+        out = io.StringIO()
+        config = SMALL.replace(method="ops-lr", epochs=epochs, output=str(tmp_path / name))
+        train(config, resume=resume, display=Lines(Console(file=out, width=120)))
+        (line,) = [x for x in out.getvalue().splitlines() if x.startswith(f"epoch  {epochs}.00 ")]
+        return re.sub(r"time \S+", "", line)
+
+    last("cut", 1)
+    assert last("cut", 2, resume=True) == last("whole", 2)
+
+
 def test_a_live_panel_in_a_terminal() -> None:
     shown = watched(terminal=True)
     for part in ("left", "signal-to-noise", "validation accuracy", "queries", "forwards", "loss"):

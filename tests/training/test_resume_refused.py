@@ -21,7 +21,7 @@ def test_a_flipped_bit_is_noticed_and_the_previous_checkpoint_goes_on(
     name: str, unbroken: Path, stopped: Path
 ) -> None:
     flip(stopped / "checkpoints" / "step-00000006" / name)
-    said = f"step-00000006 is damaged: {name} fails its checksum; continuing from step-00000004"
+    said = f"step-00000006 is damaged: {name} fails its checksum; taking step-00000004"
     with pytest.warns(UserWarning, match=said), pytest.raises(Stop):
         train(small(output=str(stopped)), resume=True, display=Stopper(6))
     found = lines(stopped)  # `test_the_previous_checkpoint_can_be_asked_for` goes to the end

@@ -79,6 +79,7 @@ class Evaluator:
     _ends: int = field(default=0, init=False)
     _recorded: Round | None = field(default=None, init=False)
     _decisions: list[tuple[str, Any]] = field(default_factory=list, init=False)
+    _split: str | None = field(default=None, init=False)  # why a call was split; empty once said
 
     def __post_init__(self) -> None:
         """Read what was paid for."""
@@ -306,6 +307,12 @@ class Evaluator:
         response = outcome
         if policy is None:
             checked(response.columns, opened.candidates.take(call.rows))
+        if call.place < 0 and self._split:  # it may be so for every call
+            self.journal.say(
+                f"a call with several rows failed ({self._split}), a row alone did not: the rows of "
+                "such calls are evaluated one by one, which is slow"
+            )
+            self._split = ""
         fine = torch.isfinite(response.columns[:, 0])
         if bool(fine.all()) and call.place >= 0:
             arrived[call.place] = response
@@ -335,6 +342,8 @@ class Evaluator:
             pause = max(1e-3, policy.wait * 2**call.attempt)
             return [replace(call, attempt=call.attempt + 1, pause=pause)]
         if len(call.rows) > 1:
+            if self._split is None:
+                self._split = f"{type(failure).__name__}: {failure}"[:200]
             return [opened.single(row, key) for row in call.rows.tolist()]
         self.fail(opened, int(call.rows[0]), f"{type(failure).__name__}: {failure}"[:300])
         return []

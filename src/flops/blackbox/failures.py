@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from flops.errors import FlopsError
 
 LEAST = 50  # rows by which a share of failures is judged
+OPTION = "on_failure.share of a Tuner, --max-failures of flops tune"
 
 
 class FailureError(FlopsError):
@@ -81,9 +82,15 @@ class FailureMeter:
         """
         tried = rows + sum(r for r, _ in self._rounds)
         lost = failed + sum(f for _, f in self._rounds)
-        if needed or (tried >= LEAST and lost > self.share * tried):
-            raise FailureError(
-                f"{lost:,} of the last {tried:,} rows failed, more than on_failure.share = "
-                f"{self.share:g} allows; the last: {why}. All values that arrived are kept: mend "
-                "the objective and start again, and only the rows that failed are evaluated"
+        if needed:
+            said = f"all of {rows:,} rows failed that a step cannot do without"
+        elif tried >= LEAST and lost > self.share * tried:
+            said = (
+                f"{lost:,} of the last {tried:,} rows failed, and {self.share:.0%} may ({OPTION})"
             )
+        else:
+            return
+        raise FailureError(
+            f"{said}; the last: {why}. All values that arrived are kept: mend the "
+            "objective and start again, and only the rows that failed are evaluated"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +25,17 @@ def changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     before, after = flat(there), flat(here)
     names = [*before, *(name for name in after if name not in before)]
     return [
-        f"{name} was {_shown(before, name)}, is {_shown(after, name)}"
+        f"{name} has other values"
+        if _is_digest(before.get(name)) and _is_digest(after.get(name))
+        else f"{name} was {_shown(before, name)}, is {_shown(after, name)}"
         for name in names
         if before.get(name) != after.get(name) or (name in before) != (name in after)
     ]
+
+
+def _is_digest(value: Any) -> bool:
+    """Whether it stands for values, and tells a person nothing."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{16}|[0-9a-f]{64}", value) is not None
 
 
 def _shown(settings: Mapping[str, Any], name: str) -> str:

@@ -65,8 +65,8 @@ class FinetuneText(RunOptions):
 
     $ flops finetune --task text
     $ flops finetune --task text --data reviews.jsonl --model path/to/model --train-last 8
-    $ flops finetune --task text --data reviews.jsonl --words "bad= terrible" "good= great"
-    $ flops finetune --task text --data pairs.jsonl --lora 8  # prompts with completions
+    $ flops finetune --task text --data stars.jsonl --model smollm2 --words "1= bad" "5= great"
+    $ flops finetune --task text --data pairs.jsonl --model smollm2 --lora 8  # with completions
     $ flops finetune --task text --data owner/name --columns text=sentence --objective head
     $ flops finetune --task text --preset smollm2  # after make real-models
     $ flops finetune --resume runs/garments-shaped-lr-seed0

@@ -6,8 +6,11 @@ import difflib
 import importlib
 import os
 import shlex
+import signal
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Union
 
 import tyro
@@ -111,15 +114,16 @@ def _main(given: list[str]) -> None:
             raise FlopsError(
                 "torchrun supports `flops finetune` and `flops align` only; start this without it"
             )
-        if given[0] in RESUMED:
-            from rich.console import Console
+        with _terminable(given[0]):
+            if given[0] in RESUMED:
+                from rich.console import Console
 
-            from flops.training.console import Lines  # imports torch
+                from flops.training.console import Lines  # imports torch
 
-            with Lines(Console(stderr=True)).warnings():
+                with Lines(Console(stderr=True)).warnings():
+                    command.run()
+            else:
                 command.run()
-        else:
-            command.run()
     except FlopsError as error:
         rank = f" (process {os.environ['RANK']})" if launched() else ""
         sys.exit(f"flops{rank}: {error}")
@@ -135,6 +139,19 @@ def _main(given: list[str]) -> None:
             again = shlex.join(["flops", *given])
             sys.exit(f"stopped; finished runs are saved. Continue with: {again}")
         sys.exit("flops: stopped")
+
+
+@contextmanager
+def _terminable(name: str) -> Iterator[None]:
+    """SIGTERM ends commands that run others as Ctrl-C does; training has its own handlers."""
+    if name not in (*RESUMED, "tune") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _close_output() -> None:

@@ -149,7 +149,7 @@ def cost_of_length(study: MethodComparison, method: str) -> float:
     trainer.step()
     before = trainer.progress.spent  # includes tracing and pruning
     each = trainer.points if study.unit == "epochs" else study.base.batch
-    points = each * study.length - study.base.batch
+    points = each * study.length - min(study.base.batch, trainer.points)
     trainer.step()
     assert trainer.progress.per_point is not None
     return 1.01 * (before + trainer.progress.per_point * max(0, points))

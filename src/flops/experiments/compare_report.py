@@ -15,7 +15,7 @@ from flops.experiments.cells import Result
 from flops.experiments.compare_curves import chart, mean_curves
 from flops.experiments.compare_runs import MethodComparison, Unit
 from flops.experiments.compare_sweep import Chosen, Tried
-from flops.experiments.compare_tables import differences, sentence, sweep_table, table
+from flops.experiments.compare_tables import above, differences, sentence, sweep_table, table
 from flops.report import html
 from flops.report.names import method_name
 from flops.report.run_record import ReportError
@@ -164,8 +164,9 @@ class ComparisonResults:
             "at_budget": f"(a) Equal cost: {self.budget:,.0f} forward equivalents, {spread}",
             f"at_{self.unit}": f"(b) Equal {self.unit}: {self.length}, {spread}",
         }
+        notes = {"at_budget": COST + above(self.results, self.budget)}
         found: list[Sheet | None] = [
-            table(self.results, mark, title, COST, self.targets, self.unit)
+            table(self.results, mark, title, notes.get(mark, COST), self.targets, self.unit)
             for mark, title in titles.items()
         ]
         found.append(differences(self.results, f"at_{self.unit}"))

@@ -57,6 +57,21 @@ def table(
     return Sheet(title, header, rows, note)
 
 
+def above(results: Results, budget: float) -> str:
+    """A sentence about methods that cost more than the budget; empty without one.
+
+    What a step costs is known from the second on.
+    """
+    spent = {
+        method: float(np.mean([one["at_budget"]["forward_equivalents"] for one in found]))
+        for method, found in results.items()
+    }
+    over = [f"{method} ({cost:,.0f})" for method, cost in spent.items() if cost > 1.001 * budget]
+    if not over:
+        return ""
+    return f" Above the budget, which does not cover two steps: {', '.join(over)}."
+
+
 def _perturbs(spelled: str, targets: Targets | None) -> str:
     name = variant(spelled).name
     if name is None:

@@ -72,7 +72,7 @@ def evaluate_run(
     limit: int | None = None,
     device: str = "auto",
 ) -> Tested:
-    """Evaluate the last checkpoint of a run; nothing in its folder is changed.
+    """Evaluate the last intact checkpoint of a run; nothing in its folder is changed.
 
     Args:
         folder: The run directory, also of a run that is not finished.
@@ -91,10 +91,10 @@ def evaluate_run(
         config = _on(config, data)
     if limit is not None or data is not None:
         config = config.replace(limit=limit)
-    found = checkpoints.steps(folder / "checkpoints")
-    if not found:
+    found = checkpoints.last_intact(folder / "checkpoints")
+    if found is None:
         raise FlopsError(f"{folder} has no checkpoint yet: train it first, with --resume {folder}")
-    weights, state = checkpoints.load(found[-1])
+    weights, state = found
     task = open_task(config, find_device(device))
     _check_classes(folder, task, int(state["points"][2]))
     missing, unexpected = task.model.load_state_dict(weights, strict=False)

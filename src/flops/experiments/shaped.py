@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from rich.console import Console
 
-from flops.errors import FlopsError
+from flops.errors import FlopsError, check_least
 from flops.experiments.cells import Cell, Result, run_cells
 from flops.experiments.shaped_problems import PROBLEMS, Comparison, compare
 from flops.experiments.shaped_tables import (
@@ -287,8 +287,9 @@ def main(parts: Sequence[Part], study: ShapedStudy) -> None:
     Raises:
         FlopsError: If there is nothing to run, or cells failed.
     """
-    if not parts or min(study.seeds, study.grid_seeds) < 1 or study.workers < 0:
-        raise FlopsError("need at least one part, at least one seed and workers >= 0")
+    if not parts:
+        raise FlopsError("need at least one of --parts")
+    check_least({"seeds": 1, "grid_seeds": 1, "workers": 0, "most": 1}, study)
     find_device(study.device)  # early, not in every cell
     with writing(study.folder, "choose another --output"):
         study.folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -12,7 +14,7 @@ from flops.diagnostics.diagnose import Diagnosis, diagnose
 from flops.engine.auto_groups import automatic_groups
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
-from flops.errors import FlopsError
+from flops.errors import FlopsError, check_least
 from flops.estimators import ES, SPSA, Estimator, Exact, LikelihoodRatio
 from flops.estimators.likelihood_ratio import Targets
 from flops.passes.batch import LossFunction
@@ -59,8 +61,11 @@ def diagnose_task(
         raise FlopsError(
             "--shaping needs likelihood ratio here: the layers are too large for other estimators"
         )
-    if config.batch < 2 or repeats < 1 or queries < 1 or steps < 0:
-        raise FlopsError("batch >= 2, repeats >= 1, queries >= 1 and steps >= 0 are needed")
+    check_least({"batch": 2}, config)
+    given = SimpleNamespace(repeats=repeats, queries=queries, steps=steps)
+    check_least({"repeats": 1, "queries": 1, "steps": 0}, given)
+    if not 0 < sigma < math.inf:
+        raise FlopsError(f"--sigma must be a positive number, not {sigma}")
     kinds: dict[EstimatorName, Estimator] = {
         "lr": LikelihoodRatio(sigma, targets, shaping=Shaping() if shaping else None),
         "spsa": SPSA(sigma),

@@ -15,6 +15,7 @@ the Gaussian family at its optimum is not worse than equal.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from flops.allocators import Bernoulli, Fixed, Gaussian, Signal, Traces
 from flops.allocators.counts import feasible, integer_optimum, objective
 from flops.engine.forward_gradient import ForwardGradient
 from flops.engine.groups import Group
+from flops.errors import check_least
 from flops.estimators import LikelihoodRatio
 from flops.report.table import print_table
 from flops.training.device import find_device
@@ -48,7 +50,7 @@ class Theorem1Row:
 
 @dataclass(frozen=True)
 class Theorem2:
-    """Both sides of the identity, and J of the Gaussian family at its optimum."""
+    """Both sides of the identity, and J of the mean counts of a Gaussian after 400 updates."""
 
     equal: float
     neyman: float
@@ -186,10 +188,10 @@ def tables(rows: list[Theorem1Row], identity: Theorem2) -> list[Table]:
     second.add_column("value", justify="right")
     values: dict[str, Any] = {
         "J of equal counts": identity.equal,
-        "J of Neyman counts": identity.neyman,
+        "J of Neyman counts (real numbers, no floor)": identity.neyman,
         "difference": identity.gap,
         "sum of squared root differences / budget": identity.identity,
-        "J of the Gaussian family at its optimum (floor 1)": identity.gaussian,
+        "J of the mean counts of the learned Gaussian (floor 1)": identity.gaussian,
     }
     for name, value in values.items():
         second.add_row(name, f"{value:.10g}")
@@ -204,6 +206,7 @@ def main(repeats: int = 1000, seed: int = 0, device: str = "auto") -> None:
         seed: Seed of the problem and of the noise.
         device: Where the estimates are made: cpu, cuda, or auto.
     """
+    check_least({"repeats": 2}, SimpleNamespace(repeats=repeats))
     console = Console()
     rows = theorem1(repeats, seed, console.is_terminal, device)
     for table in tables(rows, theorem2(seed)):

@@ -31,7 +31,7 @@ from flops.storage.plain import parse_object
 
 SCHEMA = 2
 KEEP = 2
-DAMAGED = "damaged-"
+DAMAGED, SKIPPED = "damaged-", "skipped-"
 FILES = ("model.safetensors", "state.pt", "state.json")
 
 
@@ -151,8 +151,27 @@ def restore(folder: Path, which: str = "last") -> tuple[dict[str, Tensor], Any] 
         if len(found) < 2:
             raise CheckpointError(f"there is no previous checkpoint in {folder}")
         loaded = load(found[-2])
-        _move_aside(found[-1])
+        _move_aside(found[-1], SKIPPED)
         return loaded
+    intact, damaged = _newest(found)
+    for other in damaged:  # only if there is one to continue from
+        _move_aside(other, DAMAGED)
+    return intact
+
+
+def last_intact(folder: Path) -> tuple[dict[str, Tensor], Any] | None:
+    """The last intact checkpoint, with a warning about damaged ones; None if none was written yet.
+
+    Nothing is changed.
+
+    Raises:
+        CheckpointError: If none is intact, or one is of another version.
+    """
+    return _newest(steps(folder))[0]
+
+
+def _newest(found: list[Path]) -> tuple[tuple[dict[str, Tensor], Any] | None, list[Path]]:
+    """The last intact checkpoint, and the damaged ones after it."""
     damaged: dict[Path, str] = {}
     for path in reversed(found):
         try:
@@ -162,18 +181,17 @@ def restore(folder: Path, which: str = "last") -> tuple[dict[str, Tensor], Any] 
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
-        for other, said in damaged.items():  # only if there is one to continue from
-            warnings.warn(f"{said}; continuing from {path.name}, which is intact", stacklevel=4)
-            _move_aside(other)
-        return loaded
+        for said in damaged.values():
+            warnings.warn(f"{said}; taking {path.name}, which is intact", stacklevel=5)
+        return loaded, list(damaged)
     if damaged:
         every = "; ".join(damaged.values())
         raise CheckpointError(f"{every}. There is no other checkpoint: start a new run")
-    return None
+    return None, []
 
 
-def _move_aside(path: Path) -> None:
-    aside = path.with_name(f"{DAMAGED}{path.name}")
+def _move_aside(path: Path, why: str) -> None:
+    aside = path.with_name(f"{why}{path.name}")
     _remove(aside)
     path.rename(aside)
     sync_directory(path.parent)

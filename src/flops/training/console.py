@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flops.report.curves import read_metrics
 from flops.training.progress import Evaluation, Result
 from flops.training.trainer import Trainer
 
@@ -39,6 +41,8 @@ class Lines:
         self.say(opening(trainer, folder))
         for note in trainer.data.notes:
             self.say(f"note: {note}")
+        if folder is not None and trainer.progress.step:
+            self._recent.restore(folder / "metrics.jsonl")
 
     def step(self, trainer: Trainer, line: dict[str, Any]) -> None:
         """Update the running means."""
@@ -137,6 +141,14 @@ class _Recent:
 
     def add(self, line: dict[str, Any]) -> None:
         self._lines = [*self._lines[1 - SMOOTH :], line]
+
+    def restore(self, metrics: Path) -> None:
+        """Those of a run that goes on, so that it prints what an uninterrupted one does."""
+        with suppress(OSError):
+            for line in read_metrics(metrics)[0][-SMOOTH:]:
+                snr = {n: math.inf if x is None else x for n, x in line.get("snr", {}).items()}
+                loss = math.nan if line["loss"] is None else line["loss"]
+                self.add({**line, "loss": loss, "snr": snr})
 
     @property
     def loss(self) -> float:

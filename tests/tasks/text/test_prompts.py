@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,9 +44,20 @@ def test_a_long_text_loses_its_beginning_and_the_template_nothing(language: Lang
     prompts.tokens("a dog.")
     assert prompts.cut == 1
     with pytest.warns(UserWarning, match="1 text was longer than 9 tokens and lost the beginning"):
-        prompts.warn_of_cuts()
+        prompts.warn()
     with pytest.raises(ValueError, match="template has 6 tokens, and max_tokens is 6: no room"):
         Prompts(language, "describe: {text} this is a", 6)
+
+
+def test_texts_of_unknown_words_are_warned_of(language: Language) -> None:
+    prompts = Prompts(language, "{text}", 64)
+    prompts.tokens("a photo of a hat.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prompts.warn()
+    prompts.pair("quarterly revenue grew", " by seven percent")
+    with pytest.warns(UserWarning, match=r"4\d% of the tokens are words that .* give a --model"):
+        prompts.warn()
 
 
 def test_a_completion_is_whole_and_ends(language: Language) -> None:

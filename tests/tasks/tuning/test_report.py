@@ -20,7 +20,7 @@ class Problem:
 def result(method: str, seed: int = 0, **values: Any) -> dict[str, Any]:
     given = {"method": method, "seed": seed, "step_size": 0.1, "chosen": True, "accuracy": 50.0}
     counts = dict.fromkeys(("queries", "texts", "requests", "retries", "failed", "seconds"), 1000)
-    losses = {"loss": 1.0, "validation_loss": 1.0, "start_loss": 2.0, "last_loss": 1.0}
+    losses = {"loss": 1.0, "validation_loss": 1.0, "start_loss": 2.0, "last_loss": 1.0, "steps": 3}
     return given | counts | losses | values
 
 
@@ -37,6 +37,8 @@ def test_methods_below_the_start_are_named() -> None:
         "way (1.9) are kept",
         "cma-es is worse than start on the test points: loss 1.75 against 1.5",
     ]
+    (said,) = below_start(Problem("loss"), [result("lr", last_loss=2.0, steps=0)])
+    assert said.startswith("lr made no step: the budget does not reach the first; raise --budget")
     runs = [result("manual", accuracy=60.0), result("lr"), result("bp", accuracy=70.0)]
     (said,) = below_start(Problem("accuracy"), runs)
     assert said == "lr is worse than manual on the test points: accuracy 50 against 60"

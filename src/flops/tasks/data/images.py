@@ -120,7 +120,8 @@ def load(
     entry = _resolve(data, format)
     if given and not isinstance(entry, DatasetSource):
         raise ValueError(
-            f"columns, splits and config are for Hugging Face data sets; {data!r} has none"
+            "names of columns, splits and configuration are for Hugging Face data sets; "
+            f"{data!r} has none"
         )
     if isinstance(entry, Splits):
         return _embedded(data, entry, format, limit)

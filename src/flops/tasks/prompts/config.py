@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from flops.errors import FlopsError
+from flops.errors import FlopsError, check_least
 from flops.serve.credentials import checked_url, read_key
 from flops.tasks.tuning.config import CampaignConfig
 from flops.tasks.tuning.names import PROMPT_METHODS, TuneMethod
@@ -28,7 +28,8 @@ class TuneConfig(CampaignConfig):
     image_tokens: int = 10
     """Image prompt vectors, after the patches."""
     dimensions: int | None = None
-    """d_T + d_I: half are parameters of a text prompt vector, half of an image prompt vector."""
+    """For an objective: length of the vector of zeros it starts from, without --start. For prompts d_T
+    + d_I: half are parameters of a text prompt vector, half of an image prompt vector."""
     single: bool = False
     """One parameter vector per modality, `dimensions` in total, instead of one per prompt
     vector."""
@@ -76,7 +77,7 @@ class TuneConfig(CampaignConfig):
             some = DEFAULT if chosen.url is None else DEFAULT[:-1]
             chosen = replace(chosen, methods=some)
         chosen.check(PROMPT_METHODS)
-        chosen.at_least({"shots": 1, "dimensions": 2, "limit": 1})
+        check_least({"shots": 1, "dimensions": 2, "limit": 1}, chosen)
         if chosen.text_tokens + chosen.image_tokens < 1:
             raise FlopsError("need at least one text or image prompt vector to tune")
         return chosen

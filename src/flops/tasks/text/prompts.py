@@ -19,6 +19,7 @@ TEXT = "{text}"
 SENTIMENT = "{text} It was"
 PLAIN = "{text}\nLabel:"
 GOOD, BAD = ("1", "positive", "pos"), ("0", "negative", "neg")
+UNREADABLE = 0.2  # share of unknown tokens from which texts are probably for another model
 MULTIPLE = 8  # widths of batches are multiples of it, so that few lengths occur
 IGNORED = -100
 
@@ -40,6 +41,8 @@ class Prompts:
     template: str
     most: int
     cut: int = field(default=0, init=False)  # texts that were too long
+    seen: int = field(default=0, init=False)  # tokens
+    unknown: int = field(default=0, init=False)  # tokens that stand for any other text
 
     def __post_init__(self) -> None:
         """Tokenise the template."""
@@ -81,13 +84,22 @@ class Prompts:
 
     def _within(self, before: list[int], found: list[int]) -> list[int]:
         room = self.most - len(before)
+        self.seen += len(found)
+        self.unknown += found.count(self.language.tokenizer.unk_token_id)
         if len(found) > room:
             self.cut += 1
             found = found[-room:]
         return [*before, *found]
 
-    def warn_of_cuts(self) -> None:
-        """Say, once, how many texts were too long."""
+    def warn(self) -> None:
+        """Say, once, how many texts were too long, and how much of them cannot be read."""
+        if self.unknown > UNREADABLE * self.seen:
+            warnings.warn(
+                f"{self.unknown / self.seen:.0%} of the tokens are words that the model's "
+                "tokenizer does not know, so all of them look alike: give a --model for these "
+                "texts (the bundled one knows its own only)",
+                stacklevel=3,
+            )
         if self.cut:
             some = "1 text was" if self.cut == 1 else f"{self.cut:,} texts were"
             warnings.warn(
@@ -125,8 +137,8 @@ def label_tokens(
         first = tokens[0] if tokens else language.tokenizer.unk_token_id
         if first is None or first == language.tokenizer.unk_token_id:
             raise ValueError(
-                f"the tokenizer does not know the label word {words[name]!r}: give another with "
-                "`words`, or another model (the bundled one knows its own texts only)"
+                f"the tokenizer does not know the label word {words[name]!r}: give another --model "
+                "(the bundled one knows its own texts only), other --words, or --objective head"
             )
         if first in found:
             raise ValueError(

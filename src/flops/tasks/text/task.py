@@ -107,7 +107,7 @@ class Text:
             raise
         except (OSError, ValueError, ImportError) as error:
             raise FlopsError(str(error)) from error
-        self._prompts.warn_of_cuts()
+        self._prompts.warn()
         self.model = self._text.model.to(device)
         self._width = 1 + max(map(len, self.data.train.tokens))
 

@@ -24,6 +24,7 @@ from flops.tasks.tuning.config import CampaignConfig
 from flops.tasks.tuning.methods import Recipe
 from flops.tasks.tuning.names import FIXED, TuneMethod
 from flops.tasks.tuning.problem import Problem
+from flops.tasks.tuning.programs import PROGRAMS
 from flops.tasks.tuning.report import below_start, differences, plot, run_name, table
 from flops.tasks.tuning.run import Limits, tune
 
@@ -72,6 +73,7 @@ class Campaign(Generic[W]):
         """All runs; the reported ones have ``chosen`` set."""
         config, methods = self.config, self.config.methods or ()
         config.output.mkdir(parents=True, exist_ok=True)
+        PROGRAMS.resume()
         with ExitStack() as stack, self._progress() as bars:
             workers: queue.Queue[W] = queue.Queue()
             for number in range(config.workers):
@@ -83,6 +85,7 @@ class Campaign(Generic[W]):
                     return list(pool.map(lambda job: self._one(job, workers, bars), jobs))
                 except BaseException:
                     self._stopped.set()  # the other runs stop after their next response
+                    PROGRAMS.stop()  # which may take hours
                     raise
 
             swept = all_of([(m, s, 0) for m in methods for s in self._sizes(m)])
@@ -140,10 +143,10 @@ class Campaign(Generic[W]):
             bars.remove_task(task)
         shown = self._shown(result["validation_accuracy"], result["validation_loss"])
         failed = f", {result['failed']:,} rows failed" if result.get("failed") else ""
-        self._say(
-            f"{name}: {shown} after {result['queries']:,} queries, {result['epochs']} epochs "
-            f"({result['stopped']}){failed}"
-        )
+        taken = result["steps"]
+        steps = "" if method in FIXED else f", {taken:,} step{'' if taken == 1 else 's'}"
+        ended = f" ({result['stopped']})" if steps else ""
+        self._say(f"{name}: {shown} after {result['queries']:,} queries{steps}{ended}{failed}")
         return result
 
     def _shown(self, accuracy: float, loss: float) -> str:

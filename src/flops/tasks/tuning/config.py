@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flops.errors import FlopsError
+from flops.errors import FlopsError, check_least
 from flops.tasks.tuning.names import TuneMethod
 
 
@@ -65,21 +66,12 @@ class CampaignConfig:
                 raise FlopsError(f"--{name} contains a value twice: {values}")
         least = {"seeds": 1, "batch": 1, "epochs": 1, "patience": 0, "part": 1}
         least |= {"concurrency": 1, "workers": 1, "queries": 1, "budget": 1, "price": 0}
-        self.at_least(least)
+        check_least(least, self)
         pairs = [name for name in methods if "spsa" in name]
         if pairs and self.queries is not None and self.queries < 2:
             raise FlopsError(f"--queries must be at least 2 for {pairs[0]}, not {self.queries}")
-        if self.timeout is not None and self.timeout <= 0:
-            raise FlopsError(f"--timeout must be positive, not {self.timeout}")
-        if sizes is not None and (not sizes or min(sizes) <= 0):
+        for name, value in (("timeout", self.timeout), ("sigma", self.sigma)):
+            if value is not None and not 0 < value < math.inf:
+                raise FlopsError(f"--{name} must be a positive number, not {value}")
+        if sizes is not None and not (sizes and all(0 < size < math.inf for size in sizes)):
             raise FlopsError("--step-sizes must be one or more positive numbers")
-        if self.sigma is not None and self.sigma <= 0:
-            raise FlopsError(f"--sigma must be positive, not {self.sigma}")
-
-    def at_least(self, bounds: dict[str, int]) -> None:
-        """Raise if an option is below its bound."""
-        for name, bound in bounds.items():
-            given = getattr(self, name)
-            if given is not None and given < bound:
-                option = "--" + name.replace("_", "-")
-                raise FlopsError(f"{option} must be at least {bound}, not {given}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flops.errors import FlopsError
+from flops.errors import FlopsError, check_least
 from flops.tasks.tuning.config import CampaignConfig
 from flops.tasks.tuning.names import FUNCTION_METHODS, InputFormat
 
@@ -72,7 +72,9 @@ class FunctionConfig(CampaignConfig, FunctionOptions):
         missing = {n: v for n, v in filled.items() if getattr(config, n) is None}
         config = replace(config, **missing)
         config.check(FUNCTION_METHODS)
-        config.at_least({"points": 1, "validation": 0, "test": 0, "retries": 0, "dimensions": 1})
+        check_least(
+            {"points": 1, "validation": 0, "test": 0, "retries": 0, "dimensions": 1}, config
+        )
         if not 0 <= config.max_failures <= 1:
             raise FlopsError(f"--max-failures must be from 0 to 1, not {config.max_failures}")
         return config

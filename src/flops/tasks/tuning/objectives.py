@@ -15,8 +15,6 @@ import importlib
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from flops.blackbox.journal_records import Response
 from flops.blackbox.objective import Candidates, ObjectiveError
 from flops.errors import FlopsError
 from flops.tasks.tuning.names import InputFormat
+from flops.tasks.tuning.programs import PROGRAMS
 
 
 @dataclass(frozen=True)
@@ -124,36 +123,11 @@ class CommandObjective:
             path = Path(folder) / f"rows.{self.form}"
             write_rows(path, candidates, self.form)
             words = [w.replace("{input}", str(path)) for w in shlex.split(self.command)]
-            said, errors, code = self._run(words, key)
+            said, errors, code = PROGRAMS.run(words, key, self.timeout)
         if code:
             last = (errors.strip().splitlines() or ["no message"])[-1]
             raise ObjectiveError(f"{words[0]} exited with status {code}: {last}")
         return Response(read_losses(said, len(candidates), words[0]))
-
-    def _run(self, words: list[str], key: str) -> tuple[str, str, int]:
-        try:
-            process = subprocess.Popen(
-                words,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                env=os.environ | {"FLOPS_KEY": key},
-                start_new_session=True,  # so that what it starts ends with it
-            )
-        except OSError as error:
-            raise ObjectiveError(f"--command cannot be started: {error}") from error
-        try:
-            said, errors = process.communicate(timeout=self.timeout)
-        except BaseException as error:
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.kill()
-            process.communicate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise TimeoutError(f"{words[0]} took more than {self.timeout:g} s") from error
-            raise
-        return said, errors, process.returncode
 
 
 def write_rows(path: Path, candidates: Candidates, form: InputFormat) -> None:

@@ -84,10 +84,16 @@ def below_start(problem: Reported, results: Sequence[Result]) -> list[str]:
         first, last = (
             statistics.mean(r[name] for r in runs) for name in ("start_loss", "last_loss")
         )
-        if last >= first:
-            best = statistics.mean(r["validation_loss"] for r in runs)
+        if not all(r["steps"] for r in runs):
             said.append(
-                f"{method} ends below its start: validation loss {last:.4g}, {first:.4g} at the "
+                f"{method} made no step: the budget does not reach the first; raise --budget, or "
+                "lower --queries, --batch or --validation"
+            )
+        elif last >= first:
+            best = statistics.mean(r["validation_loss"] for r in runs)
+            where = "below" if last > first else "no better than"
+            said.append(
+                f"{method} ends {where} its start: validation loss {last:.4g}, {first:.4g} at the "
                 f"start; the best parameters on the way ({best:.4g}) are kept"
             )
         for name, other in fixed.items():

@@ -145,7 +145,7 @@ def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """The result of a finished run, if it can be read."""
     try:
         found = json.loads(path.read_text("utf-8"))
-        if isinstance(found, dict) and found.keys() >= {"validation_loss", "queries"}:
+        if isinstance(found, dict) and found.keys() >= {"validation_loss", "queries", "steps"}:
             return found
         reason = "not a result"
     except FileNotFoundError:
@@ -170,6 +170,7 @@ def _result(recipe: Recipe, run: Tuning, journal: Journal) -> dict[str, Any]:
         "start_loss": run.history[0].validation_loss,
         "last_loss": run.history[-1].validation_loss,
         "epochs": run.history[-1].epoch,
+        "steps": run.history[-1].steps,
         "best_epoch": best.epoch,
         "stopped": run.stopped,
         "queries": paid["queries"],
