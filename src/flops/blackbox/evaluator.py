@@ -309,8 +309,8 @@ class Evaluator:
             checked(response.columns, opened.candidates.take(call.rows))
         if call.place < 0 and self._split:  # it may be so for every call
             self.journal.say(
-                f"a call with several rows failed ({self._split}), a row alone did not: the rows of "
-                "such calls are evaluated one by one, which is slow"
+                f"a call with several rows failed ({self._split}), a row alone did not: the rows "
+                "of such calls are evaluated one by one, which is slow"
             )
             self._split = ""
         fine = torch.isfinite(response.columns[:, 0])

@@ -155,7 +155,7 @@ def _check_extension(trainer: Trainer) -> None:
     if trainer.finished():
         raise ConfigError(
             f"the run ended at {', '.join(sorted(set(trainer.stops) & progress.reached))}, which "
-            "still limits it; raise this limit too (--epochs, --steps or --budget), or set it to None"
+            "still limits it; raise this limit (--epochs, --steps, --budget) too, or set it to None"
         )
 
 

@@ -28,8 +28,8 @@ class TuneConfig(CampaignConfig):
     image_tokens: int = 10
     """Image prompt vectors, after the patches."""
     dimensions: int | None = None
-    """For an objective: length of the vector of zeros it starts from, without --start. For prompts d_T
-    + d_I: half are parameters of a text prompt vector, half of an image prompt vector."""
+    """For an objective, the length of the vector of zeros it starts from, without --start. For
+    prompts d_T + d_I: half are parameters of a text prompt vector, half of an image one."""
     single: bool = False
     """One parameter vector per modality, `dimensions` in total, instead of one per prompt
     vector."""
