@@ -101,7 +101,7 @@ def test_resuming_refuses_other_settings_and_other_runs(tmp_path: Path) -> None:
     train(small(method="bp", epochs=1, output=str(tmp_path / "run")))
     with pytest.raises(SystemExit, match="leave out queries"):
         main(["align", "--resume", str(tmp_path / "run"), "--queries", "5"])
-    with pytest.raises(SystemExit, match="unknown setting"):
+    with pytest.raises(SystemExit, match="run is a run of another command or --task"):
         main(["finetune", "--resume", str(tmp_path / "run")])
 
 

@@ -43,9 +43,13 @@ def test_the_task_chooses_the_settings(tmp_path: Path, capsys: pytest.CaptureFix
 def test_wrong_tasks_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="task must be image or text, not 'sound'"):
         main(["finetune", "--task", "sound"])
+    with pytest.raises(SystemExit, match="--lora needs --task text"):
+        main(["finetune", "--lora", "8"])
+    with pytest.raises(SystemExit, match="--image-column needs --task image"):
+        main(["finetune", "--task", "text", "--image-column=x"])
     with pytest.raises(SystemExit):
-        main(["finetune", "--lora", "8"])  # of texts
-    assert "--lora" in capsys.readouterr().err
+        main(["finetune", "--lore", "8"])
+    assert "--lore" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="holds no run"):
         main(["finetune", "--resume", str(tmp_path)])
 

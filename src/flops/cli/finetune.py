@@ -16,6 +16,7 @@ from flops.tasks.classification.config import PRESETS, FinetuneConfig, FinetuneP
 from flops.tasks.text import TextConfig
 from flops.tasks.text.config import PRESETS as TEXT_PRESETS
 from flops.tasks.text.config import TextPreset
+from flops.training.config import ConfigError, RunConfig
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,23 @@ class FinetuneText(RunOptions):
 
 Command = Finetune | FinetuneText
 COMMANDS: Mapping[str, type[Command]] = {"image": Finetune, "text": FinetuneText}
+CONFIGS: Mapping[str, type[RunConfig]] = {"image": FinetuneConfig, "text": TextConfig}
 
 
 def command(arguments: Sequence[str]) -> tuple[type[Command], Command]:
     """The command's type for tyro, by task, with defaults from its preset and file.
 
     Raises:
-        ConfigError: If the file, the preset or the run to resume is invalid.
+        ConfigError: If the file, the preset or the run to resume is invalid, or an option is of the
+            other task.
     """
     task = chosen_task(arguments, tuple(COMMANDS))
+    own, other = CONFIGS[task], next(name for name in CONFIGS if name != task)
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        name = option.removeprefix("--").replace("-", "_")
+        if name in CONFIGS[other].model_fields and name not in own.model_fields:
+            raise ConfigError(f"{option} needs --task {other}")
     default: Command
     if task == "text":
         default = FinetuneText(settings=given_settings(arguments, TextConfig(), TEXT_PRESETS))

@@ -262,6 +262,11 @@ def read_settings(path: Path, kind: type[Settings]) -> Settings:
     except ConfigError as error:
         wrote = _environment(path).get("packages", {}).get("flops-torch")
         if wrote in (None, __version__):
+            if other := sorted(values.keys() - kind.model_fields.keys()):
+                raise ConfigError(
+                    f"{path} is a run of another command or --task: its config.json has "
+                    f"'{other[0]}', which this one does not know"
+                ) from error
             raise
         raise ConfigError(
             f"{error} (in {path / 'config.json'}, which flops {wrote} wrote; this is {__version__})"
