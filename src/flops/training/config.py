@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flops.errors import FlopsError
 from flops.storage.plain import parse_json
@@ -27,6 +28,12 @@ TYPES = {
 }
 
 
+def _positive_queries(queries: float | Literal["auto"]) -> float | Literal["auto"]:
+    if queries != "auto" and not 0 < queries < math.inf:
+        raise ValueError(f"queries must be greater than 0 or auto, not {queries}")
+    return queries
+
+
 class ConfigError(FlopsError):  # not a ValueError: tyro would catch and rephrase it
     """A setting is unknown, has the wrong type, or conflicts with others."""
 
@@ -42,7 +49,7 @@ class RunConfig(BaseModel):
 
     method: MethodName = "shaped-lr"
     """Gradient estimator; bp is backpropagation, for comparison."""
-    queries: PositiveFloat | Literal["auto"] = 20.0
+    queries: Annotated[float | Literal["auto"], AfterValidator(_positive_queries)] = 20.0
     """Mean queries per point and group; auto chooses them step by step, by progress per cost."""
     sigma: Annotated[tuple[PositiveFloat, ...] | None, FromList] = None
     """Noise scale: one, or one per stage; None chooses it as training goes on for shaped-lr, and is
