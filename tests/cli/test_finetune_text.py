@@ -47,6 +47,8 @@ def test_wrong_tasks_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["finetune", "--lora", "8"])
     with pytest.raises(SystemExit, match="--image-column needs --task image"):
         main(["finetune", "--task", "text", "--image-column=x"])
+    with pytest.raises(SystemExit, match="holds no run"):  # a value is no option
+        main(["finetune", "--output", "lora", "--resume", "words"])
     with pytest.raises(SystemExit):
         main(["finetune", "--lore", "8"])
     assert "--lore" in capsys.readouterr().err

@@ -89,6 +89,16 @@ def test_zero_shot_is_the_unmodified_model(tmp_path: Path) -> None:
     assert found["at_steps"]["forward_equivalents"] == 0
 
 
+@pytest.mark.parametrize("batch", [4, 64])  # the last batch of an epoch is smaller; the only one
+def test_the_budget_is_what_the_steps_cost(batch: int, tmp_path: Path) -> None:
+    base = TextConfig(limit=9, batch=batch, queries=2)
+    chosen = study(tmp_path, "lr", base=base, length=4)
+    cost = cost_of_length(chosen, "lr")
+    found = measure(chosen.run("lr", 1e-3, 1e-3, budget=cost))
+    spent = found["at_steps"]["forward_equivalents"]
+    assert spent <= cost <= 1.05 * spent
+
+
 def test_a_run_has_a_curve_over_its_budget_and_a_test_at_its_ends(tmp_path: Path) -> None:
     chosen = study(tmp_path, "mezo")
     cost = cost_of_length(chosen, "lr")

@@ -104,5 +104,7 @@ def test_asked_to_stop(number: signal.Signals, times: int, tmp_path: Path) -> No
 
 @pytest.mark.bits
 def test_the_previous_checkpoint_can_be_asked_for(unbroken: Path, stopped: Path) -> None:
+    (skipped,) = sorted((stopped / "checkpoints").glob("step-*"))[-1:]
     train(small(output=str(stopped)), resume=True, checkpoint="previous")
+    assert (stopped / "checkpoints" / f"skipped-{skipped.name}").is_dir()
     assert_alike(stopped, unbroken)

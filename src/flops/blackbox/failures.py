@@ -83,10 +83,10 @@ class FailureMeter:
         tried = rows + sum(r for r, _ in self._rounds)
         lost = failed + sum(f for _, f in self._rounds)
         if needed:
-            said = f"all of {rows:,} rows failed that a step cannot do without"
+            said = f"all {rows:,} rows of a round that cannot do without any failed"
         elif tried >= LEAST and lost > self.share * tried:
             said = (
-                f"{lost:,} of the last {tried:,} rows failed, and {self.share:.0%} may ({OPTION})"
+                f"{lost:,} of the last {tried:,} rows failed, more than {self.share:g} ({OPTION})"
             )
         else:
             return

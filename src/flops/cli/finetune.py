@@ -97,8 +97,9 @@ def command(arguments: Sequence[str]) -> tuple[type[Command], Command]:
     """
     task = chosen_task(arguments, tuple(COMMANDS))
     own, other = CONFIGS[task], next(name for name in CONFIGS if name != task)
-    for argument in arguments:
-        option = argument.partition("=")[0]
+    for option in (argument.partition("=")[0] for argument in arguments):
+        if not option.startswith("--"):
+            continue
         name = option.removeprefix("--").replace("-", "_")
         if name in CONFIGS[other].model_fields and name not in own.model_fields:
             raise ConfigError(f"{option} needs --task {other}")

@@ -151,7 +151,8 @@ def _terminable(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:  # by Python
+            signal.signal(signal.SIGTERM, before)
 
 
 def _close_output() -> None:

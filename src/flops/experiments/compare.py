@@ -146,10 +146,11 @@ def cost_of_length(study: MethodComparison, method: str) -> float:
     """
     still = 1e-9  # a learning rate too small to diverge
     trainer = Trainer(study.run(method, still, study.sigmas[-1]).config())
+    sizes = [len(batch) for batch in trainer.batches]  # of every epoch
+    steps = study.length * (len(sizes) if study.unit == "epochs" else 1)
+    points = sum(sizes[step % len(sizes)] for step in range(1, steps))
     trainer.step()
     before = trainer.progress.spent  # includes tracing and pruning
-    each = trainer.points if study.unit == "epochs" else study.base.batch
-    points = each * study.length - min(study.base.batch, trainer.points)
     trainer.step()
     assert trainer.progress.per_point is not None
-    return 1.01 * (before + trainer.progress.per_point * max(0, points))
+    return 1.01 * (before + trainer.progress.per_point * points)

@@ -85,7 +85,9 @@ class Prompts:
     def _within(self, before: list[int], found: list[int]) -> list[int]:
         room = self.most - len(before)
         self.seen += len(found)
-        self.unknown += found.count(self.language.tokenizer.unk_token_id)
+        unknown = self.language.tokenizer.unk_token_id
+        if unknown != self.language.end:  # one token for both tells nothing
+            self.unknown += found.count(unknown)
         if len(found) > room:
             self.cut += 1
             found = found[-room:]

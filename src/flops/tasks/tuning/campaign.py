@@ -6,6 +6,7 @@ Runs share only the data; each has its own journal, and each worker its own conn
 from __future__ import annotations
 
 import json
+import multiprocessing
 import queue
 import threading
 from collections.abc import Iterator
@@ -83,9 +84,13 @@ class Campaign(Generic[W]):
             def all_of(jobs: list[tuple[TuneMethod, float | None, int]]) -> list[dict[str, Any]]:
                 try:
                     return list(pool.map(lambda job: self._one(job, workers, bars), jobs))
-                except BaseException:
+                except BaseException as error:
                     self._stopped.set()  # the other runs stop after their next response
-                    PROGRAMS.stop()  # which may take hours
+                    if not isinstance(error, Exception):  # which may take hours
+                        self._say("stopping; again to leave evaluations that cannot be ended")
+                        PROGRAMS.stop()
+                        for child in multiprocessing.active_children():  # of --executor processes
+                            child.terminate()
                     raise
 
             swept = all_of([(m, s, 0) for m in methods for s in self._sizes(m)])
@@ -143,8 +148,9 @@ class Campaign(Generic[W]):
             bars.remove_task(task)
         shown = self._shown(result["validation_accuracy"], result["validation_loss"])
         failed = f", {result['failed']:,} rows failed" if result.get("failed") else ""
-        taken = result["steps"]
-        steps = "" if method in FIXED else f", {taken:,} step{'' if taken == 1 else 's'}"
+        taken = result.get("steps")  # not in results of older versions
+        unknown = method in FIXED or taken is None
+        steps = "" if unknown else f", {taken:,} step{'' if taken == 1 else 's'}"
         ended = f" ({result['stopped']})" if steps else ""
         self._say(f"{name}: {shown} after {result['queries']:,} queries{steps}{ended}{failed}")
         return result

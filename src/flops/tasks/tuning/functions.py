@@ -24,6 +24,7 @@ from flops.tasks.tuning.function_config import FunctionConfig
 from flops.tasks.tuning.methods import Recipe
 from flops.tasks.tuning.objectives import CommandObjective, FunctionObjective, load
 from flops.tasks.tuning.problem import Job
+from flops.tasks.tuning.programs import start_worker
 
 
 @dataclass
@@ -61,7 +62,7 @@ class FunctionProblem:
             return None
         if name == "processes":
             context = multiprocessing.get_context("spawn")
-            return stack.enter_context(ProcessPoolExecutor(count, context))
+            return stack.enter_context(ProcessPoolExecutor(count, context, start_worker))
         if "://" not in name:
             raise FlopsError(
                 f"--executor must be threads, processes or the address of a Dask scheduler, such "

@@ -46,11 +46,12 @@ class FunctionObjective:
         """Call the function; one that takes candidates and a key is called with these."""
         function = load(self.name)
         keyed = getattr(function, "evaluate", None)
-        if callable(keyed):
-            found = keyed(candidates, key)
-            return found if isinstance(found, Response) else Response(torch.as_tensor(found))
         rows = candidates.parameters.numpy(), candidates.points.numpy()
-        values = np.asarray(function(*rows), dtype=np.float32)
+        with PROGRAMS.evaluating():
+            found = keyed(candidates, key) if callable(keyed) else function(*rows)
+        if callable(keyed):
+            return found if isinstance(found, Response) else Response(torch.as_tensor(found))
+        values = np.asarray(found, dtype=np.float32)
         return Response(torch.from_numpy(np.ascontiguousarray(values)))
 
 
@@ -123,7 +124,8 @@ class CommandObjective:
             path = Path(folder) / f"rows.{self.form}"
             write_rows(path, candidates, self.form)
             words = [w.replace("{input}", str(path)) for w in shlex.split(self.command)]
-            said, errors, code = PROGRAMS.run(words, key, self.timeout)
+            with PROGRAMS.evaluating():
+                said, errors, code = PROGRAMS.run(words, key, self.timeout)
         if code:
             last = (errors.strip().splitlines() or ["no message"])[-1]
             raise ObjectiveError(f"{words[0]} exited with status {code}: {last}")

@@ -84,7 +84,7 @@ def below_start(problem: Reported, results: Sequence[Result]) -> list[str]:
         first, last = (
             statistics.mean(r[name] for r in runs) for name in ("start_loss", "last_loss")
         )
-        if not all(r["steps"] for r in runs):
+        if not any(r.get("steps", 1) for r in runs):
             said.append(
                 f"{method} made no step: the budget does not reach the first; raise --budget, or "
                 "lower --queries, --batch or --validation"

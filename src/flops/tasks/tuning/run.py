@@ -145,7 +145,7 @@ def _finished(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """The result of a finished run, if it can be read."""
     try:
         found = json.loads(path.read_text("utf-8"))
-        if isinstance(found, dict) and found.keys() >= {"validation_loss", "queries", "steps"}:
+        if isinstance(found, dict) and found.keys() >= {"validation_loss", "queries"}:
             return found
         reason = "not a result"
     except FileNotFoundError:
