@@ -318,7 +318,5 @@ def test_a_share_of_failures_names_its_option() -> None:
     meter = FailureMeter(0.5)
     meter.check(40, 39, "down")  # too few rows to judge by
     meter.close(40, 10)
-    with pytest.raises(
-        FailureError, match=r"41 of the last 80 rows failed, more than 0.5 \(on"
-    ):
+    with pytest.raises(FailureError, match=r"41 of the last 80 rows failed, more than 0.5 \(on"):
         meter.check(40, 31, "down")
