@@ -157,15 +157,21 @@ def test_a_program_ends_with_its_tuner_and_all_that_it_started(here, executor, n
         "pathlib.Path('new').rename('started')\n"
         "time.sleep(60)\n"
     )
-    command = [sys.executable, "-c", "from flops.cli.main import main; main()", "tune"]
+    # A process in the background of a shell ignores SIGINT, and so does what it starts.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from flops.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "tune"]
     command += ["--command", f"{sys.executable} hang.py {{input}}", "--executor", executor]
     command += ["--dimensions", "3", "--methods", "lr", "--concurrency", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8")
     deadline = time.monotonic() + 60
-    while not (here / "started").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as process:
+        try:
+            while not (here / "started").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(number)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 1
     assert "stopped; no evaluation is lost. Continue with: flops" in said
     assert "Traceback" not in said
