@@ -262,7 +262,8 @@ def read_settings(path: Path, kind: type[Settings]) -> Settings:
     except ConfigError as error:
         wrote = _environment(path).get("packages", {}).get("flops-torch")
         if wrote in (None, __version__):
-            if other := sorted(values.keys() - kind.model_fields.keys()):
+            other = sorted(values.keys() - kind.model_fields.keys())
+            if len(other) > 1:  # one may be a typo, which has an explanation
                 raise ConfigError(
                     f"{path} is a run of another command or --task: its config.json has "
                     f"'{other[0]}', which this one does not know"
